@@ -105,8 +105,10 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
             "mla",
             "mla_metadata",
             "platform",
+            "statistics",
         )
     },
+    "integrations/vllm/blocks": f"{VLLM} tests/vllm_cpu/test_pool.py",
     "integrations/vllm/contract": "tests/test_vllm_contract.py",
 }
 PACKAGES = ("torch", "numpy", "pytest", "hypothesis", "safetensors.torch", "triton")
@@ -135,6 +137,22 @@ EQUIVALENT = {  # (module, how the line begins, what is changed): why it compute
     **{
         ("implementations/cpu/attend", "SMALLEST_PART = 1 <<", change): TUNED
         for change in ("1 -> 2", "17 -> 16", "17 -> 18", "LShift -> RShift")
+    },
+    ("integrations/vllm/backend", "super().__init_subclass__", "statement removed"): "the classes above it do nothing there",
+    ("integrations/vllm/backend", "return token_bytes(fmt.cache_spec(1", "1 -> 2"): "a page is of one head, however many there are",
+    ("integrations/vllm/mixed", "if found is not None and found.density", "Gt -> GtE"): "a number of many digits, which no model meets",
+    ("integrations/vllm/mla", "rows = torch.empty(1, sum(self.sizes)", "1 -> 2"): "a row that nothing reads",
+    ("integrations/vllm/mla", "def do_kv_cache_update", "False -> True"): "an argument of vLLM's that nothing reads",
+    ("engine/layer_config", "map_ = map_.heads(start", "Gt -> GtE"): "the first of one head is that one",
+    ("engine/layer", "given = attention.sinks is None", "Is -> IsNot"): "layers are of one kind by the same rule",
+    ("engine/warm_up", "found = warmup.who_serves(layer.allocate", "1 -> 2"): "pages of which none is read",
+    **{
+        ("engine/warm_up", line, change): "on a GPU alone"
+        for line, change in (
+            ("sizes = (query.shape", "2 -> 1"),
+            ("sizes = (query.shape", "2 -> 3"),
+            ("torch.empty(nbytes", "statement removed"),
+        )
     },
     **{("integrations/vllm/connectors", "DIGITS = 16", change): "as many as tell types apart" for change in ("16 -> 15", "16 -> 17")},
     ("implementations/cpu/write", "if others[0] is codec and", "0 -> 1"): "a codec that is encoded here has a map, of one size",
@@ -436,7 +454,7 @@ def main() -> int:
             parser.error(f"{asked}: one of {', '.join(TESTS)}, or a folder of them")
         modules += named
     os.chdir(ROOT)
-    os.environ |= {"TRITON_INTERPRET": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    os.environ |= {"TRITON_INTERPRET": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "QUANTKV_VLLM_SUITE": "1"}
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
     for package in PACKAGES:
         importlib.import_module(package)

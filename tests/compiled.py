@@ -78,9 +78,9 @@ class Gpu:
             key.append(value if parameters[name].annotation is tl.constexpr else plain(value))
         self._now.add((kernel.fn.__name__, tuple(key)))
 
-    def _attended(self, backend, q, k, v, scale, round, ends, softcap, out, sinks, kept):
+    def _attended(self, backend, q, k, v, scale, round, ends, softcap, out, sinks, kept, eight_bit):
         group, left = q.shape[1] // k.shape[0], round.mask[0]
-        of = (q.shape[2], v.shape[2], group, q.dtype == torch.bfloat16, left >= 0, 0 <= left < prefill.NARROW, softcap > 0)
+        of = (q.shape[2], v.shape[2], group, q.dtype == torch.bfloat16, left >= 0, 0 <= left < prefill.NARROW, softcap > 0, eight_bit)
         self._now.add(("prompt", of))
         rows = out if out is not None else q.new_empty(*q.shape[:2], v.shape[2])
         return rows, q.new_empty(q.shape[:2], dtype=torch.float32)

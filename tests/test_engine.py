@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from quantkv import PagedCache, get_format, implementations
+from quantkv.calibration import Calibration, LayerMoments
 from quantkv.calls import AttentionOptions, Batch
 from quantkv.copies import CacheWithCopies
+from quantkv.engine import warm_up
 from quantkv.engine.forward_metadata import ForwardMetadata
 from quantkv.engine.full_precision_group import FullPrecisionGroup
 from quantkv.engine.layer import LayerAttention, PagedLayer
@@ -140,6 +142,16 @@ def test_a_pass_reads_its_own_rows_as_given(padded, context):
         assert not out[:7].any()
 
 
+def test_memory_of_copies_is_taken_before_pages():
+    tokens = FullPrecisionTokens(16, 24)
+    layer, without = layer_of("int4", full_precision=tokens), layer_of("int4")
+    for each in (layer, without):
+        assert each.copies_nbytes == 0
+        each.reserve_copies(BLOCK, 3, CPU)
+    of_one = get_format("fp32").cache_spec(2, SIZE, block_size=BLOCK).block_bytes
+    assert layer.copies_nbytes == tokens.copies_needed(BLOCK, 3) * of_one and without.copies_nbytes == 0
+
+
 def test_copies_stay_while_the_pool_grows_and_another_layer_reads_them():
     layer, reader = layer_of("int4", full_precision=FullPrecisionTokens(16, 0)), layer_of("int4", full_precision=FullPrecisionTokens(16, 0))
     reader.owner = layer
@@ -179,6 +191,22 @@ def test_a_captured_step_moves_no_state():
     assert [t.data_ptr() for t in found[0].full_precision.joined] == [t.data_ptr() for t in found[1].full_precision.joined]
 
 
+def test_a_step_without_sequences_writes_no_copy():
+    """An engine whose other ranks go on replays a graph over rows of padding: copies of the step before stay what they were."""
+    layer = layer_of("int4", full_precision=FullPrecisionTokens(16, 24))
+    group = FullPrecisionGroup([layer], num_seqs=4, num_tokens=64, pool_seqs=2, device=CPU)
+    pages, (k, v) = layer.allocate(8, BLOCK, CPU), rows(20, 2)
+    first, idle = step([20], [20]), step([1], [1])
+    group.attach(first, pages)
+    first.write(layer.cache(pages), k, v)
+    held, beside = layer.copies.buffer.clone(), group.pool.copies[:-1].clone()
+    assert int((group._whole.slots >= 0).sum()) == 20 and held.any()
+    idle.slots = torch.full((1,), -1)
+    group.attach(idle, pages, advance=False)
+    idle.write(layer.cache(pages), k[:1] + 1, v[:1] + 1)
+    assert torch.equal(layer.copies.buffer, held) and torch.equal(group.pool.copies[:-1], beside)
+
+
 def test_a_group_keeps_the_most_that_a_layer_keeps():
     given = [FullPrecisionTokens(16, 0), FullPrecisionTokens(0, 40)]
     group = FullPrecisionGroup([layer_of("int4", full_precision=tokens) for tokens in given], 1, 1, 1, CPU)
@@ -192,6 +220,36 @@ def test_who_serves_a_layer_is_what_its_calls_choose(monkeypatch):
     told = who_serves(layer_of("int4"), LayerAttention(4), limits, CPU, 32)
     writes = {f"write of {n} tokens": "reference" for n in (1, 8, 64)}
     assert told == writes | {f"attend of {s} x {n} queries": "cpu" for n in (1, 3) for s in (1, 8)}
+
+
+def test_what_is_compiled_at_start_is_of_the_largest_steps(monkeypatch):
+    """Steps of one token a sequence, unless drafts are verified; batches of several kinds are those of the largest of each size."""
+    asked = {}
+    monkeypatch.setattr(warm_up.warmup, "mixed_batches", lambda *given: given)
+    monkeypatch.setattr(warm_up.warmup, "warm_up", lambda pages, heads, **calls: asked.update(calls, heads=heads) or {"what": "who"})
+    layer = PagedLayer(LayerConfig(get_format("int4")), Heads(2, 64, 64), torch.float32)
+    pages = layer.allocate(1, 16, torch.device("cpu"))
+    assert warm_up.warm_up(layer, LayerAttention(8, own_rows=False), StepLimits(4, 96, 256), pages) == {"what": "who"}
+    sizes = [asked[name] for name in ("query_lens", "batch_sizes", "write_sizes")]
+    assert sizes == [[1], [1, 4], [1, 4, 96]] and asked["chunks"] and asked["heads"] == 8
+    assert asked["mixed"] == (8, 4, 96, 256, False) and asked["full_precision"] is None
+    warm_up.warm_up(layer, LayerAttention(8), StepLimits(4, 96, 256, 3), pages)
+    assert asked["query_lens"] == [1, 3] and not asked["chunks"] and asked["mixed"] == (8, 4, 96, 256, True)
+    warm_up.warm_up(layer, LayerAttention(8), StepLimits(1, 96, 256), pages)
+    assert asked["batch_sizes"] == [1] and asked["mixed"] == (8, 1, 96, 256, True)
+
+
+@pytest.mark.parametrize("own", ["", "k", "v", "kv"])
+def test_a_map_of_the_layers_own_goes_before_the_calibrations(own):
+    moments = torch.eye(64).repeat(2, 1, 1) + torch.diag(torch.linspace(0, 1, 64))
+    measured = Calibration(1, {0: LayerMoments(None, moments, moments)})
+    eye = torch.eye(64).repeat(2, 1, 1)
+    maps = {side: LinearMap(eye, eye) for side in own}
+    found = LayerConfig(get_format("levels4"), LayerMaps(**maps)).with_calibration(measured, 0).maps
+    made = measured.maps(0, get_format("levels4"))
+    for side in "kv":
+        theirs, ours = getattr(made, side), getattr(found, side)
+        assert ours is maps[side] if side in own else torch.equal(ours.forward, theirs.forward)
 
 
 def test_layers_that_the_same_kernels_serve_are_of_one_kind():

@@ -325,8 +325,14 @@ def test_kernels_do_what_the_operations_do(sink, recent, size, fmt, monkeypatch)
         for copied, step, module in zip(both, steps, (None, kernels)):
             monkeypatch.setattr(copies, "kernels_of", lambda *given, found=module: found)
             copied.note(slots[: int(ends[some])], step)
-        kept = [copied.copies[:-1] for copied in both]
+        kept = [copied.copies[:-1].clone() for copied in both]
         assert torch.equal(*kept), turn
+        for copied, step, before, module in zip(
+            both, steps, kept, (None, kernels)
+        ):  # without a slot nothing was stored, whatever a step says
+            monkeypatch.setattr(copies, "kernels_of", lambda *given, found=module: found)
+            copied.note(torch.full_like(slots, -1), step)
+            assert torch.equal(copied.copies[:-1], before), turn
         if turn % 4 == 1:
             pages.buffer[both[0].owner[:-1].clamp_min(0)] ^= 1  # somebody else has taken them
     assert granted > 10 and sum(doubted) > 0

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("cuda.core")
 from cuda.core import ProgramOptions
 
-from quantkv import available_formats, get_format
+from quantkv import available_formats, get_format, under_way
 from quantkv.implementations.hopper import prefill, write
 from quantkv.implementations.hopper.decode import warps as hopper
 from quantkv.implementations.hopper.host import nvrtc, operands
@@ -61,6 +61,15 @@ def build(chosen):
     return chosen.cubin()
 
 
+def test_another_process_compiles_the_same(tmp_path, monkeypatch):
+    chosen, found = prefill.PrefillConfig(64, 64, 4, True, False, False, False), []
+    here = build(chosen)
+    monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path))
+    monkeypatch.setattr(nvrtc.nvrtc_process, "compiled", lambda *program: pytest.fail("compiled in this process"))
+    under_way.compile_apart(lambda: found.append(chosen.cubin()))
+    assert found == [here]
+
+
 @pytest.mark.parametrize("sizes", [(size, size) for size in prefill.SIZES] + [(192, 128), (64, 256)])
 def test_prompts_compile(sizes, tmp_path):
     """For what every head size, window and softcap asks for: at one size every combination, at the others two. Products run on behind
@@ -73,6 +82,20 @@ def test_prompts_compile(sizes, tmp_path):
         cubin.write_bytes(chosen.cubin())
         found = opcodes(cubin)
         assert found.count("WARPGROUP") == 8 and found.count("STL") <= 8, chosen
+
+
+@pytest.mark.parametrize("size, steps", [(64, 2), (128, 4)])
+def test_prompts_with_8_bit_scores_compile(size, steps, tmp_path):
+    """Nothing is spilled, sums of integers are never converted, and half of the products are of integers."""
+    for left, narrow, softcap in ((False, False, False), (True, True, False), (True, False, True)):
+        chosen = prefill.PrefillConfig(size, size, 4, True, left, narrow, softcap, True)
+        assert chosen.shared_bytes <= prefill.PrefillConfig(size, size, 4, True, left, narrow, softcap).shared_bytes
+        cubin = tmp_path / "cubin"
+        cubin.write_bytes(chosen.cubin())
+        found = opcodes(cubin)
+        assert found.count("WARPGROUP") == 8 and not found.count("STL"), chosen
+        assert found.count("IGMMA") == 2 * steps and found.count("HGMMA") == 2 * chosen.keys // 16
+        assert found.count("I2F") <= 3  # of divisions that say which work is next
 
 
 @pytest.mark.parametrize("key, value, packed_rows", BUDGET)

@@ -1,8 +1,10 @@
 """The cache of what NVRTC compiled: a folder that cannot be written, a full disk, damaged files, other users. Needs no compiler."""
 
 import errno
+import json
 import os
 import stat
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -10,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from quantkv import whole_file
+from quantkv import under_way, whole_file
 from quantkv.implementations.hopper.host import nvrtc
 
 SOURCE = nvrtc.HOPPER / "prefill/prefill.cu"
@@ -149,3 +151,36 @@ def test_a_file_of_an_older_release_is_no_kept_cubin(compilations, folder):
     """They were named `<key>.cubin` and had no digest."""
     compile_cubin()
     assert only_file(folder).suffix != ".cubin"
+
+
+def apart():
+    found = []
+    under_way.compile_apart(lambda: found.append(compile_cubin()))
+    assert not under_way.in_processes()
+    return found[0]
+
+
+def test_a_process_of_its_own_gets_the_whole_program(compilations, folder, monkeypatch):
+    asked, code = [], nvrtc.ELF + CODE
+
+    def run(command, input, capture_output):
+        asked.append((command, json.loads(input)))
+        return SimpleNamespace(returncode=0, stdout=code)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert apart() == code == compile_cubin() and not compilations  # kept, too
+    ((command, given),) = asked
+    assert command == [sys.executable, "-I", nvrtc.nvrtc_process.__file__]
+    assert given.pop("text").endswith(f'#line 1 "prefill.cu"\n{SOURCE.read_text()}')
+    assert given == {"version": [13, 0], "path": sys.path, "arch": "sm_90a", "folders": list(map(str, nvrtc.FOLDERS))}
+
+
+@pytest.mark.parametrize("ended", [OSError("no such interpreter"), (1, nvrtc.ELF + CODE), (0, b"a warning"), (-9, b"")], ids=str)
+def test_what_no_other_process_compiles_is_compiled_here(ended, compilations, folder, monkeypatch):
+    def run(*command, **how):
+        if isinstance(ended, OSError):
+            raise ended
+        return SimpleNamespace(returncode=ended[0], stdout=ended[1])
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert apart() == CODE and len(compilations) == 1

@@ -31,8 +31,9 @@ SAMPLES = {
     "clamp_prefix_to_window": {"clamp_prefix_to_window": True, "prefix_ranges": _t([[[2, 39]], [[2, 22]]]), "window": 3},
     "output_scale": {"output_scale": 0.01},
     "batch_invariant": {"batch_invariant": True},
+    "prompt_precision": {"prompt_precision": "8bit"},
 }
-SAME_ANSWER = ("batch_invariant",)  # other splits, the same attention
+SAME_ANSWER = ("batch_invariant", "prompt_precision")  # other splits, the same attention; and no sequence is a prompt
 
 
 def test_every_option_has_a_sample():

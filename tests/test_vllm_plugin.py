@@ -1,9 +1,11 @@
 """The plug-in against the classes of the vLLM that is installed: signatures, page bytes, refusals, batches. No model, no engine."""
 
+import contextlib
 import inspect
 import os
 import re
 import sys
+from collections import Counter
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
@@ -34,22 +36,21 @@ from vllm.v1.core.kv_cache_planning import DefaultKVCacheConfigBuilder  # noqa: 
 from vllm.v1.worker.worker_base import WorkerBase  # noqa: E402
 
 import quantkv.integrations.vllm as plug_in  # noqa: E402
-from quantkv import PagedCache, calls, get_format, implementations  # noqa: E402
+from quantkv import PagedCache, calls, get_format, implementations, known_models  # noqa: E402
 from quantkv.calls import AttendCall, AttentionOptions  # noqa: E402
-from quantkv.copies import CopiedPages  # noqa: E402
 from quantkv.engine.layer import LayerAttention, PagedLayer  # noqa: E402
 from quantkv.engine.layer_config import LayerConfig  # noqa: E402
 from quantkv.engine.warm_up import summary  # noqa: E402
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.geometry import Heads  # noqa: E402
 from quantkv.integrations import asked, serving  # noqa: E402
-from quantkv.integrations.vllm import connectors, metadata, mla, platform, statistics  # noqa: E402
+from quantkv.integrations.vllm import blocks, connectors, implementation, metadata, mixed, mla, platform, statistics  # noqa: E402
 from quantkv.integrations.vllm.asked import reads_own_rows  # noqa: E402
 from quantkv.integrations.vllm.backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, format_of  # noqa: E402
 from quantkv.integrations.vllm.blocks import PackedBlocks, kernel_pages  # noqa: E402
 from quantkv.integrations.vllm.implementation import QuantKVImpl  # noqa: E402
 from quantkv.integrations.vllm.metadata import QuantKVBuilder  # noqa: E402
-from quantkv.integrations.vllm.mla_metadata import QuantKVLatentBuilder  # noqa: E402
+from quantkv.integrations.vllm.mla_metadata import LatentMetadata, QuantKVLatentBuilder  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
 
 PAIRS = [
@@ -336,6 +337,8 @@ def test_custom_is_for_latents_too(monkeypatch, is_cpu):
         @classmethod
         def check_and_update_config(cls, vllm_config):
             seen.append(vllm_config)
+            for part in (vllm_config.scheduler_config, vllm_config.cache_config):
+                vars(part).update(dict.fromkeys(vars(part), 2))
 
     dims = SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64, q_lora_rank=None, qk_nope_head_dim=128, v_head_dim=128)
     model = SimpleNamespace(hf_text_config=dims, dtype=torch.bfloat16, architecture="DeepseekV3ForCausalLM")
@@ -360,7 +363,14 @@ def test_custom_is_for_latents_too(monkeypatch, is_cpu):
     for part, names in ((config.scheduler_config, platform.OF_STEPS), (config.cache_config, platform.OF_PAGES)):
         vars(part).update(dict.fromkeys(names, 1))
     model.use_mla = True
+    seen.clear()
     Platform.check_and_update_config(config)
+    asked_for = {*vars(config.scheduler_config).values(), *vars(config.cache_config).values()}
+    assert seen == [config] and asked_for == {1 if is_cpu else 2}
+    with monkeypatch.context() as patch:
+        patch.setenv("VLLM_BATCH_INVARIANT", "1")
+        with pytest.raises(NotImplementedError, match=r"VLLM_BATCH_INVARIANT=1 with latents \(MLA\)"):
+            Platform.check_and_update_config(config)
     model.architecture = "KimiLinearForCausalLM"
     with pytest.raises(NotImplementedError, match="KimiLinearForCausalLM has layers that store latents themselves"):
         Platform.check_and_update_config(config)
@@ -443,18 +453,117 @@ def test_projections_of_decode_hold_the_rotation_of_latents(fmt):
 
 @pytest.mark.parametrize("tokens", [None, FullPrecisionTokens(16, 24), FullPrecisionTokens(0, 24)])
 def test_what_prompts_in_chunks_gather_is_compiled_at_start(tokens, monkeypatch):
-    """Latents before a chunk: of pages, and of copies where some tokens are at full precision."""
+    """Latents before a chunk: of pages, and of copies where some tokens are at full precision, which no pool is there for yet."""
     impl, gathered = latent_impl("levels4", tokens), []
     cache = torch.zeros(4, 16, impl.paged.spec(16).page_bytes // 16, dtype=torch.uint8)
     impl.dtype, impl.mean, impl.absorbed = torch.float32, None, False
     impl._layer, impl._limits = lambda: SimpleNamespace(kv_cache=cache), lambda *steps: None
-    if tokens is not None:
-        impl.paged.pool = CopiedPages(tokens, 16, 1, device=torch.device("cpu"))
     monkeypatch.setattr(mla, "warm_up", lambda *given: {})
-    monkeypatch.setattr(PagedCache, "gather", lambda self, table, *rest: gathered.append((self, table.shape)))
+    monkeypatch.setattr(PagedCache, "gather", lambda self, table, starts, *rest: gathered.append((self.spec, table.shape, starts.tolist())))
     impl.warm_up(cache, 1, 7)
-    copies = [] if tokens is None else [(impl.paged.copies, (1, sum(tokens.copied_pages(16))))]
-    assert gathered == [(impl.pages_of(cache), (1, 7)), *copies]
+    pages, plain = impl.pages_of(cache).spec, get_format("none", torch.float32).latents(torch.float32)
+    count = 0 if tokens is None else sum(tokens.copied_pages(16))
+    copies = [(plain.cache_spec(1, pages.head_size, pages.head_size_v, 16), (1, count), [0, 16 * count])] * (tokens is not None)
+    assert gathered == [(pages, (1, 7), [0, 1]), *copies] and impl.paged.pool is None
+
+
+def test_a_step_over_latents_is_what_its_lengths_say(monkeypatch):
+    """Two sequences that decode, or verify, and two prompts; vLLM says which are which. Layers are told who serves, as any other."""
+    monkeypatch.setattr(serving, "served", {})
+    theirs = mla_attention.MLACommonMetadataBuilder
+    monkeypatch.setattr(theirs, "__init__", lambda self, *given, **more: vars(self).update(device=given[3], reorder_batch_threshold=2))
+    layer, spec = Layer("a"), SimpleNamespace(block_size=64)
+    scheduler = SimpleNamespace(max_num_seqs=4)
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"0": layer}), scheduler_config=scheduler)
+    builder = QuantKVLatentBuilder(spec, ["0"], config, torch.device("cpu"), 24)
+    assert layer.asked == [(torch.device("cpu"), 64, 2, 24)]
+
+    def build(queries, keys, decoded, prefill):
+        made = SimpleNamespace(num_decodes=decoded, num_decode_tokens=sum(queries[:decoded]), decoded=None, before=None)
+        made.prefill = prefill and SimpleNamespace(query_start_loc=torch.tensor(prefill))
+        monkeypatch.setattr(theirs, "build", lambda self, shared, m: made if shared == 0 else None)
+        return builder._build(common(queries, keys), 99)
+
+    found = build([1, 2, 5, 7], [5, 6, 30, 40], 2, [0, 5, 12])
+    assert found.before.tolist() == [25, 33]
+    for step, count, tokens, most, longest in ((found.written, 4, 15, 7, None), (found.decoded, 2, 3, 2, 99)):
+        batch = step.batch
+        assert batch.cu_seqlens_q.tolist() == [0, 1, 3, 8, 15][: count + 1] and batch.seq_lens.tolist() == [5, 6, 30, 40][:count]
+        assert (step.num_tokens, batch.max_query_len, batch.max_seq_len) == (tokens, most, longest)
+        assert step.block_table.shape == (count, 8)
+    alone = build([1, 1], [5, 6], 2, None)
+    assert alone.before is None and alone.decoded.batch.max_query_len == 1
+    assert build([5, 7], [30, 40], 0, [0, 5, 12]).decoded is None
+    attached = []
+    monkeypatch.setattr(builder, "attach_full_precision", lambda step, advance: attached.append(advance))
+    for ask in (lambda m: builder.build(0, m), builder.build_for_cudagraph_capture, lambda m: builder.build_for_drafting(m, 0)):
+        ask(common([5, 7], [30, 40]))
+    assert attached == [True, False, True]
+    part = SimpleNamespace(part=lambda count, first=0: (count, first))
+    step = LatentMetadata.__new__(LatentMetadata)
+    step.num_decodes, step.written = 2, SimpleNamespace(full_precision=part)
+    assert step.full_precision_of_prompts(1, 3) == (3, 3)
+    step.written.full_precision = None
+    assert step.full_precision_of_prompts(1, 3) is None
+
+
+def test_rows_of_prompts_are_given_or_read_back_from_pages(monkeypatch):
+    """As the configuration says. Rows of padding stay zero; the step's metadata says which pages, and what is read at full precision."""
+    impl, seen, gathered = latent_impl("int4"), [], []
+    monkeypatch.setattr(mla.MLACommonImpl, "forward_mha", lambda self, *given: seen.append(given))
+    monkeypatch.setattr(mla, "calls", Counter())
+
+    def gather(cache, workspace, *given):
+        gathered.append((cache, workspace.shape, bool(workspace.any()), *given))
+        return "stored latents", "stored dimensions"
+
+    impl._gather, impl._layer, impl.cache_of = gather, lambda: SimpleNamespace(kv_cache="bytes"), lambda kv_cache: ("pages", kv_cache)
+    prefill = SimpleNamespace(block_table=torch.zeros(2, 3), query_start_loc="starts")
+    step = SimpleNamespace(prefill=prefill, before="before", full_precision_of_prompts=lambda first, count: ("part", first, count))
+    rows = torch.ones(7, RANK), torch.ones(7, 1, ROPE)
+    for own in (True, False):
+        impl.reads_own_rows = own
+        impl.forward_mha("q", *rows, "cache", step, 1.0, "out", None)
+    assert seen == [
+        ("q", *rows, "cache", step, 1.0, "out", None),
+        ("q", "stored latents", "stored dimensions", "cache", step, 1.0, "out", None),
+    ]
+    assert gathered == [(("pages", "bytes"), (7, RANK + ROPE), False, prefill.block_table, "starts", "before", 7, ("part", 0, 2))]
+    written = []
+    step.written = SimpleNamespace(write=lambda cache, *given: written.append(given))
+    monkeypatch.setattr(mla, "step_of", lambda layer: step)
+    impl._layer, impl.cache_of = lambda: None, lambda kv_cache: None
+    for cache in (torch.empty(0), torch.empty(1)):
+        impl.do_kv_cache_update(*rows, cache, torch.arange(7)[None], "quantkv_int4", None)
+    ((latents, rotated, slots, mean),) = written
+    assert latents.shape == (7, 1, RANK) and rotated is rows[1] and slots.tolist() == list(range(7)) and mean is None
+    assert mla.calls == {"mixed": 2, "write": 1}
+
+
+@pytest.mark.parametrize("fmt", ["levels4", "fp8"])
+def test_the_mean_of_latents_comes_back_in_the_space_of_what_decode_reads(fmt):
+    """It is of the one head and the one bucket of positions; fp8 takes none off."""
+    impl = latent_impl(fmt)
+    means = torch.randn(1, 1, RANK, generator=torch.Generator().manual_seed(0))
+    impl.measured, impl.number, impl.dtype = SimpleNamespace(layers={3: SimpleNamespace(key_mean=means)}), 3, torch.float32
+    config = impl._calibrated(impl.paged.config)
+    assert config is impl.paged.config
+    if fmt == "fp8":
+        assert impl.mean is None
+        return
+    assert torch.equal(impl.mean, means[0, 0]) and impl._mean_of_outputs is impl.mean
+    pages = torch.zeros(4, 16, impl.paged.spec(16).page_bytes // 16, dtype=torch.uint8)
+    impl._layer, impl.absorbed = lambda: SimpleNamespace(kv_cache=pages), True
+    vars(impl).pop("_mean_of_outputs")
+    found, map_ = impl._mean_of_outputs, impl.pages_of(pages).maps.k
+    assert found.dtype == torch.float32 and torch.allclose(map_.inverse[0].float() @ found, impl.mean, atol=1e-5)
+    assert not torch.allclose(found, impl.mean, atol=0.1)
+    asked = []
+    step = SimpleNamespace(decoded=SimpleNamespace(attend=lambda *given, mean: asked.append(mean)))
+    impl.forward_mqa(None, None, step, impl._layer())
+    impl.mean = None
+    impl.forward_mqa(None, None, step, impl._layer())
+    assert asked[0] is found and asked[1] is None
 
 
 def test_no_pass_of_the_compiler_writes_latents():
@@ -485,6 +594,33 @@ def test_pairs_are_of_formats_that_have_one_codec():
     known = asked.names()
     assert known["quantkv_levels4/trellis2"] == "levels4/trellis2" and known["quantkv_k8v4"] == "k8v4" and known["quantkv_none"] == "none"
     assert known.keys().isdisjoint({"quantkv_k8v4/int4", "quantkv_int4/k8v4", "quantkv_int4/int4"})
+
+
+def test_registering_stands_around_all_that_the_plug_in_changes(monkeypatch):
+    done = []
+    for module, name in ((connectors, "name_page_types"), (platform, "take_custom"), (blocks, "pack_blocks")):
+        monkeypatch.setattr(module, name, lambda name=name: done.append(name))
+    plug_in.register()
+    assert done == ["name_page_types", "take_custom", "pack_blocks"]
+
+
+def test_a_connector_is_made_under_a_type_that_vllm_knows(tmp_path):
+    """Types of vLLM's own keep their names."""
+    extra = {"shared_storage_path": str(tmp_path)}
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype="quantkv_int4", kv_cache_dtype_skip_layers=[]),
+        model_config=SimpleNamespace(use_mla=False, dtype=torch.float32),
+        kv_transfer_config=SimpleNamespace(kv_connector="ExampleConnector", kv_connector_extra_config=extra),
+        additional_config=None,
+    )
+    own = lambda cls, config, role, kv_cache_config: (cls, config.cache_config.cache_dtype, role)
+    planned = SimpleNamespace(kv_cache_groups=[])
+    cls, name, role = connectors._create_connector(own, KVConnectorFactory, config, "worker", planned)
+    assert (cls, role) == (KVConnectorFactory, "worker") and re.fullmatch("quantkv_int4:[0-9a-f]{16}", name)
+    assert get_kv_cache_dtype_handler(name).torch_dtype() == torch.uint8
+    assert [file.read_text() for file in tmp_path.iterdir()] == [name]
+    config.cache_config.cache_dtype = "fp8"
+    assert connectors._create_connector(own, KVConnectorFactory, config, "worker", planned)[1] == "fp8"
 
 
 def test_connectors_are_told_what_bytes_mean():
@@ -553,6 +689,7 @@ def test_keys_of_lmcache_have_the_digest(monkeypatch):
 def test_a_folder_of_blocks_says_whose_they_are(tmp_path):
     """vLLM's example connector compares nothing: blocks of another meaning would be read as these."""
     folder, theirs, ours = tmp_path / "blocks", "1f" * 8, "2e" * 8
+    folder.mkdir()  # which may be there
     for _ in range(2):  # the first engine, and one like it
         connectors._check_folder(folder, f"quantkv_int4:{theirs}")
     said = f"quantkv_int4: this engine's are quantkv_int4; what the bytes mean has the digest {theirs}, {ours} is needed"
@@ -561,6 +698,8 @@ def test_a_folder_of_blocks_says_whose_they_are(tmp_path):
     with pytest.raises(ValueError, match=f"kv_cache_dtype=quantkv_int4: this engine's are quantkv_int8; .* {theirs}, {theirs}"):
         connectors._check_folder(folder, f"quantkv_int8:{theirs}")
     assert [file.read_text() for file in folder.iterdir()] == [f"quantkv_int4:{theirs}"]
+    connectors._check_folder(tmp_path / "new" / "blocks", f"quantkv_int4:{ours}")
+    assert (tmp_path / "new" / "blocks" / connectors.TYPE_FILE).read_text() == f"quantkv_int4:{ours}"
 
 
 def test_a_version_that_was_not_tested_gets_one_line(monkeypatch, caplog):
@@ -655,7 +794,8 @@ USUAL = {
     ids=str,
 )
 def test_refused_by_name(change, said):
-    assert QuantKVBackend.validate_configuration(device_capability=None, **USUAL) == []
+    for name in ("quantkv_int4", "quantkv_policy", None):  # formats of a policy are checked when its layers are made
+        assert QuantKVBackend.validate_configuration(device_capability=None, **USUAL | {"kv_cache_dtype": name}) == []
     assert said in "; ".join(QuantKVBackend.validate_configuration(device_capability=None, **USUAL | change))
 
 
@@ -701,6 +841,154 @@ def test_chunks_are_an_option_of_the_layer(kv_cache_dtype, size):
     assert impl.attention.options.window == (size or 0) and impl.paged is paged
 
 
+def layers_configuration(**attention):
+    """A vLLM configuration as a layer's constructor reads it. No layer of the model exists yet."""
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype="quantkv_int4", kv_sharing_fast_prefill=False),
+        **dict.fromkeys(("speculative_config", "kv_transfer_config", "additional_config")),
+        compilation_config=SimpleNamespace(static_forward_context={}, pass_config=SimpleNamespace(fuse_rope_kvcache_cat_mla=True)),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, tensor_parallel_size=1),
+        model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 2, get_total_num_kv_heads=lambda: 2),
+        attention_config=SimpleNamespace(**attention),
+    )
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The configuration that layers are made with, and what is done once a model or once a layer, in that order."""
+    config, done = layers_configuration(use_prefill_query_quantization=False), []
+    monkeypatch.setattr(implementation, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(implementation, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(QuantKVImpl, "_check_weights", lambda self: done.append("weights"))
+    for name in ("check_hybrid", "warn_of_padding", "load_flash_attention"):
+        monkeypatch.setattr(implementation, name, lambda *given, name=name: done.append(name))
+    return config, done
+
+
+def test_a_layer_is_what_vllm_says_of_it(made):
+    """What concerns the whole model is checked with its first layer."""
+    config, done = made
+    first = QuantKVImpl(2 * HEADS, 64, 0.125, HEADS, [0.5] * 2 * HEADS, 8, "quantkv_int4", 30.0)
+    once = ["weights", "check_hybrid", "warn_of_padding"]
+    assert done == [*once, "load_flash_attention"]
+    config.compilation_config.static_forward_context["other"] = SimpleNamespace(impl=None)
+    second = QuantKVImpl(2 * HEADS, 64, 0.25, sinks=torch.arange(6.0))
+    assert done == [*once, "load_flash_attention"] * 2
+    config.compilation_config.static_forward_context["first"] = SimpleNamespace(impl=first)
+    QuantKVImpl(2 * HEADS, 64, 0.25)
+    assert done == [*once, "load_flash_attention"] * 2 + ["load_flash_attention"]
+    assert (first.num_kv_heads, first.kv_cache_dtype, second.num_kv_heads, second.kv_cache_dtype) == (HEADS, "quantkv_int4", 6, "auto")
+    assert first.attention.options == AttentionOptions(window=8, softcap=30.0) and second.attention.options == AttentionOptions()
+    assert (first.attention.num_heads, first.attention.scale, first.attention.own_rows) == (6, 0.125, True)
+    assert first.attention.alibi_slopes.tolist() == [0.5] * 6 and second.attention.alibi_slopes is None
+    assert first.attention.sinks is None and second.attention.sinks.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_policy_that_a_layer_cannot_have_is_refused_with_it(made, tmp_path):
+    """The layers that it names, and the format that heads of 80 numbers cannot have."""
+    config, _ = made
+    config.cache_config.cache_dtype = "quantkv_policy"
+
+    def layer(policy, head_size):
+        path = tmp_path / f"{policy.format}, {list(policy.layers)}.json"  # a file that was read is not read again
+        policy.save(path)
+        config.additional_config = {"quantkv_policy": str(path)}
+        return QuantKVImpl(4, head_size, 0.125, 2)
+
+    for policy, head_size, said in ((Policy("int4", {2: "int8"}), 64, "layers 0 to 1"), (Policy("int2"), 80, "head_size=80")):
+        with pytest.raises(ValueError, match=said):
+            layer(policy, head_size)
+    assert layer(Policy("int4", {1: "int8"}), 64).policy.layers == {1: "int8"}
+
+
+def test_weights_are_compared_with_those_of_a_calibration(monkeypatch):
+    """And key biases with the format that most layers have."""
+    asked = []
+    monkeypatch.setattr(implementation, "check_weights", lambda *given: asked.append(given))
+    monkeypatch.setattr(implementation, "warn_of_biases", lambda *given: asked.append(given[:4]))
+    impl = QuantKVImpl.__new__(QuantKVImpl)
+    impl.config = SimpleNamespace(model_config=SimpleNamespace(model="folder", revision="main"))
+    impl.kv_cache_dtype, impl.dtype = "quantkv_int8", torch.float32
+    for policy, name in ((None, "int8"), (Policy("int4"), "int4")):
+        impl.policy = policy
+        impl._check_weights()
+        assert asked == [("folder", "main", policy), ("folder", "main", policy, name)]
+        asked.clear()
+
+
+def test_a_model_that_drafts_has_a_policys_format_and_no_more(monkeypatch):
+    impl, policy = (
+        QuantKVImpl.__new__(QuantKVImpl),
+        Policy("int4", {0: "int8"}, full_precision=FullPrecisionTokens(16, 24), prompt="stored"),
+    )
+    assert impl._served(None) is None and impl._served(policy) is policy
+    monkeypatch.setattr(implementation, "drafts_now", lambda: True)
+    assert impl._served(None) is None and impl._served(policy) == Policy("int4", prompt="stored")
+
+
+def test_a_layer_of_latents_is_what_vllm_says_of_it(made, monkeypatch):
+    config, _ = made
+    monkeypatch.setattr(
+        mla.MLACommonImpl, "__init__", lambda self, *given, **more: vars(self).update(kv_lora_rank=256, qk_rope_head_dim=64)
+    )
+    usual = {"num_heads": 4, "head_size": 320, "scale": 0.1, "num_kv_heads": 1, "attn_type": "decoder"}
+    usual |= dict.fromkeys(("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name", "indexer"))
+    impl = mla.QuantKVLatentImpl(**usual, kv_cache_dtype="quantkv_int4")
+    assert (impl.attention.num_heads, impl.attention.scale, impl.kv_cache_dtype) == (4, 0.1, "quantkv_int4")
+    assert impl.reads_own_rows and not impl.attention.own_rows and not impl.supports_quant_query_input
+    assert impl.config is config and config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla is False
+    asked = []
+    monkeypatch.setattr(implementation, "check_policy", lambda policy, layers, heads, nbytes: asked.append((layers, heads)))
+    impl.policy = Policy("int4")
+    impl._check_policy()
+    assert asked == [(2, Heads(1, 320, 320))]
+    for name, value in (("alibi_slopes", [1.0] * 4), ("indexer", object()), ("q_pad_num_heads", 8), ("topk_indices_buffer", object())):
+        with pytest.raises(NotImplementedError, match=rf"latents \(MLA\) with {name} are not supported"):
+            mla.QuantKVLatentImpl(**{**usual, name: value}, kv_cache_dtype="quantkv_int4")
+    config.attention_config.use_prefill_query_quantization = True
+    with pytest.raises(NotImplementedError, match="use_prefill_query_quantization=True"):
+        mla.QuantKVLatentImpl(**usual, kv_cache_dtype="quantkv_int4")
+
+
+def test_a_layer_takes_what_it_says_of_images_and_the_memory_of_its_copies(made, monkeypatch):
+    """Once its weights are loaded."""
+    config, _ = made
+    reserved = []
+    monkeypatch.setattr(PagedLayer, "reserve_copies", lambda self, *given: reserved.append(given))
+    config.cache_config.block_size, config.scheduler_config = 16, SimpleNamespace(max_num_seqs=2)
+    impl = QuantKVImpl(4, 64, 0.125, 2, None, 8, "quantkv_int4")
+    layer = SimpleNamespace(impl=impl, layer_name="model.layers.0.attn", head_size_v=64, attn_backend=QuantKVBackend)
+    layer.mm_prefix_clamp_sliding_window = True
+    config.compilation_config.static_forward_context[layer.layer_name] = layer
+    impl.process_weights_after_loading(torch.bfloat16)
+    assert impl.attention.options == AttentionOptions(window=8, clamp_prefix_to_window=True)
+    assert reserved == [(16, 2, torch.device(current_platform.device_type))]
+
+
+def test_layers_that_may_store_latents_themselves_are_refused():
+    impl = latent_impl("int4")
+    with pytest.raises(NotImplementedError, match="LatentLayer is no MLAAttention"):
+        impl._heads_of(LatentLayer(torch.zeros(RANK, COUNT * (NOPE + VALUES))))
+    assert impl._heads_of(mla.MLAAttention.__new__(mla.MLAAttention)) == Heads(1, RANK, ROPE)
+
+
+def test_a_worker_measures_its_model_before_it_tells_how_much_memory_is_free(monkeypatch):
+    done = []
+
+    class Worker:
+        vllm_config, model_runner = "config", "runner"
+
+        def determine_available_memory(self):
+            done.append("memory")
+            return 7
+
+    monkeypatch.setattr(statistics, "resolve_obj_by_qualname", lambda name: {"the worker": Worker}[name])
+    monkeypatch.setattr(statistics, "take_statistics", lambda *given: done.append(given))
+    for _ in range(2):
+        statistics.measure_before_sizing(SimpleNamespace(parallel_config=SimpleNamespace(worker_cls="the worker")))
+    assert Worker().determine_available_memory() == 7 and done == [("config", "runner"), "memory"]
+
+
 def test_chunks_and_a_window_are_refused():
     impl = QuantKVImpl.__new__(QuantKVImpl)
     impl.attention = LayerAttention(2 * HEADS, options=AttentionOptions(window=8))
@@ -735,10 +1023,11 @@ def test_the_cpu_platform_takes_custom_where_it_is_asked_for():
 
 
 def common(queries, keys, padding=0, **more):
-    """What vLLM's runner tells a builder of sequences with these queries and keys; page i * 8 + j is page j of sequence i."""
+    """What vLLM's runner tells a builder of sequences with these queries and keys, in tensors that may be longer; page i * 8 + j is page j
+    of sequence i."""
     count = len(queries) + padding
-    starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist(), *[sum(queries)] * padding], dtype=torch.int32)
-    lengths = torch.tensor([*keys, *[0] * padding], dtype=torch.int32)
+    starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist(), *[sum(queries)] * (padding + 1)], dtype=torch.int32)
+    lengths = torch.tensor([*keys, *[0] * (padding + 1)], dtype=torch.int32)
     return contract.CommonAttentionMetadata(
         query_start_loc=starts,
         query_start_loc_cpu=starts,
@@ -791,6 +1080,18 @@ def test_a_graph_has_no_bound_of_the_longest_sequence(builder):
     assert builder.build(0, given).batch.max_seq_len == 6
     assert builder.build_for_cudagraph_capture(given).batch.max_seq_len is None
     assert builder.build_for_drafting(given, 0).batch.max_seq_len is None
+
+
+def test_full_precision_tokens_are_of_layers_with_pages_of_their_own(builder, monkeypatch):
+    """In the order of their numbers."""
+    given = []
+    monkeypatch.setattr(metadata, "full_precision_group", lambda layers, *rest: given.append(layers))
+    held = {
+        f"layers.{number}": SimpleNamespace(layer_name=f"layers.{number}", impl=SimpleNamespace(full_precision=tokens, owner=owner))
+        for number, tokens, owner in ((10, "some", None), (9, "some", None), (3, "some", "layers.9"), (2, None, None))
+    }
+    builder.take_layers(SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=held)), list(held))
+    assert given == [[held["layers.9"], held["layers.10"]]] and builder.last is held["layers.10"]
 
 
 def test_full_precision_tokens_of_a_step(builder):
@@ -859,6 +1160,215 @@ def test_graphs_of_models_with_images(images, window, clamp, support):
     compilation = SimpleNamespace(static_forward_context={"layer": layer})
     config = SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=images), compilation_config=compilation)
     assert QuantKVBuilder.get_cudagraph_support(config, None).name == support
+
+
+def test_a_pass_is_shown_to_one_that_watches_alone_while_it_runs():
+    """Also where the model fails."""
+    seen, told = object(), []
+    impls = [SimpleNamespace(watch=lambda observer, n=n: told.append((n, observer))) for n in (0, 1)]
+    with pytest.raises(KeyError), statistics.watching(seen, impls):
+        told.append("runs")
+        raise KeyError
+    assert told == [(0, seen), (1, seen), "runs", (0, None), (1, None)]
+
+
+def test_why_a_model_is_not_measured_is_said_by_name():
+    def reason(stages=1, hybrid=False, encoder=False, lora=None, connector=None, spec=None, statistics="auto"):
+        extra = SimpleNamespace(kv_connector=connector, get_from_extra_config=lambda name, default: spec or default)
+        config = SimpleNamespace(
+            parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+            model_config=SimpleNamespace(is_hybrid=hybrid, is_encoder_decoder=encoder),
+            lora_config=lora,
+            kv_transfer_config=extra if connector or spec else None,
+        )
+        check(config, SimpleNamespace(statistics=statistics))
+        return why(config)
+
+    check, why = statistics.check_statistics, statistics.reason_against
+    assert reason() is reason(connector="OffloadingConnector") is reason(spec="other") is None
+    against = {
+        "pipeline_parallel_size": {"stages": 2},
+        "states": {"hybrid": True},
+        "encoder": {"encoder": True},
+        "LoRA": {"lora": object()},
+    }
+    for said, given in against.items():
+        assert said in reason(**given)
+        with pytest.raises(NotImplementedError, match=f"policy.statistics='require': .*{said}"):
+            reason(**given, statistics="require")
+    for given in ({"connector": "NixlConnector"}, {"connector": "OffloadingConnector", "spec": "TieringOffloadingSpec"}):
+        with pytest.raises(NotImplementedError, match=f"policy.statistics='auto' with kv_connector='{given['connector']}'"):
+            reason(**given)
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_the_pass_that_measures_is_as_long_as_a_step_and_of_text_where_there_is_a_tokenizer(skipped):
+    """Every layer is watched; those that wait for it are measured."""
+    measured = []
+
+    class Seen:
+        def __init__(self, *rotaries):
+            pass
+
+        def measure(self, served, numbers, values, forward, watching):
+            measured.append((served, numbers))
+            return watching
+
+    config = VllmConfig()
+    config.compilation_config.static_forward_context = {
+        name: SimpleNamespace(impl=SimpleNamespace(number=number), layer_name=name) for number, name in enumerate(("layers.0", "layers.1"))
+    }
+    own = {"get_total_num_hidden_layers": lambda: 2, "get_vocab_size": lambda: 99, "dtype": torch.float16}
+    config.model_config = SimpleNamespace(max_model_len=256, skip_tokenizer_init=skipped, tokenizer="its own", **own)
+    config.scheduler_config.max_num_batched_tokens = 48
+    runner, watched = SimpleNamespace(get_model=lambda: "model", device="cpu"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(statistics, "SeenLayers", Seen)
+        patch.setattr(statistics, "watching", lambda seen, impls: watched.append([impl.number for impl in impls]))
+        waiting = {"layers.1": config.compilation_config.static_forward_context["layers.1"]}
+        statistics._measured(config, runner, waiting)
+    assert watched == [[0, 1]]
+    tokenizer = None if skipped else "its own"
+    assert measured == [(statistics.ServedModel("model", "cpu", torch.float16, 2, 256, 48, 99, tokenizer), {1})]
+
+
+@pytest.mark.parametrize("uses_mrope", [False, True])
+def test_the_pass_that_measures_gives_each_axis_of_a_rotation_its_positions(uses_mrope):
+    """Models whose rotations have three axes, of time, height and width, take three positions of each token."""
+    seen = []
+    config = VllmConfig()
+    config.model_config = SimpleNamespace(uses_mrope=uses_mrope)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(statistics, "set_forward_context", lambda *given, **options: contextlib.nullcontext())
+        statistics._forward(lambda **given: seen.append(given["positions"].tolist()), config, torch.tensor([7, 8, 9]))
+    assert seen == [[[0, 1, 2]] * 3 if uses_mrope else [0, 1, 2]]
+
+
+def test_values_are_measured_in_layers_with_keys_and_values_of_their_own():
+    """Layer 2 reads the pages of layer 1."""
+    layers = {}
+    for number, owner, cls in ((0, 0, QuantKVImpl), (1, 1, QuantKVImpl), (2, 1, QuantKVImpl), (3, 3, mla.QuantKVLatentImpl)):
+        impl = cls.__new__(cls)
+        impl.number, impl.num_kv_heads, impl.num_heads = owner, 2, 4
+        layers[f"model.layers.{number}.attn"] = SimpleNamespace(impl=impl, layer_name=f"model.layers.{number}.attn", head_size_v=48)
+    assert list(statistics._value_layers(layers)) == [(n, layers[f"model.layers.{n}.attn"], (2, 48, 4)) for n in (0, 1)]
+
+
+@pytest.mark.parametrize(("policies", "required"), [(("auto", "require"), "require"), (("auto", "auto"), None)])
+def test_statistics_that_one_layer_requires_are_required(policies, required, monkeypatch):
+    asked = []
+    monkeypatch.setattr(statistics, "measured", lambda *given: asked.append((given[0], given[1], given[4])))
+    impls = [QuantKVImpl.__new__(QuantKVImpl) for _ in policies]
+    for number, (impl, asks) in enumerate(zip(impls, policies)):
+        impl.number, impl.policy = number, Policy("levels4", statistics=asks)
+    monkeypatch.setattr(statistics, "reason_against", lambda config: "why")
+    layers = {str(n): SimpleNamespace(impl=impl) for n, impl in enumerate(impls)} | {"other": SimpleNamespace(impl=None), "no": object()}
+    statistics.take_statistics(SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers)), None)
+    assert asked == [(required, "why", "key means and Hessians")] and all(impl.unmeasured for impl in impls)
+
+
+def test_layers_without_keys_of_their_own_show_the_owners_in_the_pass_that_measures():
+    generator = torch.Generator().manual_seed(0)
+    owner, reader = (QuantKVImpl.__new__(QuantKVImpl) for _ in "ab")
+    reader.owner, shown, outs = owner, [], []
+    rows = [torch.randn(5, heads, 16, generator=generator) for heads in (4, 2, 2)]
+    for number, impl in enumerate((owner, reader)):
+        impl.attention, impl.number, impl.policy = LayerAttention(4, 0.25), number, Policy("levels4", statistics="auto")
+        impl.observer = SimpleNamespace(add=lambda *given: shown.append(given))
+        given = [t.clone() for t in rows] if impl is owner else [rows[0], *torch.zeros(2, 5, 2, 16)]
+        outs.append(impl._observed(None, *given, torch.empty(5, 4, 16)))
+    assert [number for number, *_ in shown] == [0, None] and reader.seen is None
+    assert torch.equal(*outs) and bool(outs[0].any())
+
+
+def test_full_precision_is_refused_where_steps_are_cut_into_two_batches():
+    impl = QuantKVImpl.__new__(QuantKVImpl)
+    impl.config = SimpleNamespace(parallel_config=SimpleNamespace(use_ubatching=False), kv_transfer_config=None)
+    impl._check_full_precision()
+    impl.config.parallel_config.use_ubatching = True
+    with pytest.raises(NotImplementedError, match="enable_dbo"):
+        impl._check_full_precision()
+
+
+@pytest.mark.parametrize(
+    ("name", "consumer", "budget", "served"),
+    [
+        ("OffloadingConnector", True, None, True),
+        ("OffloadingConnector", True, 1 << 20, False),
+        ("NixlConnector", True, None, False),
+        ("NixlConnector", False, None, True),
+    ],
+)
+def test_full_precision_is_refused_where_blocks_come_within_the_step_that_reads_them(name, consumer, budget, served):
+    extra = lambda option, default: {"sync_load_budget_bytes": budget}[option] or default
+    connector = SimpleNamespace(kv_connector=name, is_kv_consumer=consumer, get_from_extra_config=extra)
+    impl = QuantKVImpl.__new__(QuantKVImpl)
+    impl.config = SimpleNamespace(parallel_config=SimpleNamespace(use_ubatching=False), kv_transfer_config=connector)
+    with contextlib.nullcontext() if served else pytest.raises(NotImplementedError, match=f"kv_connector='{name}', which may load"):
+        impl._check_full_precision()
+
+
+HYBRID = {  # layers 1 and 3 keep keys and values
+    **{"model_type": "jamba", "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "hidden_size": 256},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256, "vocab_size": 128},
+}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_layers_with_keys_alone_need_pages_of_one_size_beside_states(known, monkeypatch):
+    """Where vLLM plans alone. Of a family that nothing is known of, all layers might have keys."""
+    monkeypatch.setattr(mixed, "can_pack", lambda config: False)
+    content = HYBRID if known else {"model_type": "new"}
+    model = SimpleNamespace(is_hybrid=True, hf_config=SimpleNamespace(to_dict=lambda: content), get_total_num_hidden_layers=lambda: 4)
+    config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(cache_dtype="quantkv_int4", kv_cache_dtype_skip_layers=[]))
+    nbytes = {"int4": 72, "int8": 136, "quantkv_int4": 72, "none": 256}.__getitem__
+    for policy in (None, Policy("int4"), *([Policy("int4", {0: "int8", 2: "int8"})] if known else [])):
+        mixed.check_hybrid(config, policy, nbytes)
+    for layer in (1, 3) if known else (0, 1, 3):
+        with pytest.raises(NotImplementedError, match=r"int[48] \((72|136) bytes a token"):
+            mixed.check_hybrid(config, Policy("int4", {layer: "int8"}), nbytes)
+    with monkeypatch.context() as patch:
+        patch.setattr(mixed, "can_pack", lambda config: True)
+        mixed.check_hybrid(config, Policy("int4", {1: "int8"}), nbytes)
+    model.is_hybrid = False
+    mixed.check_hybrid(config, Policy("int4", {1: "int8"}), nbytes)
+    model.is_hybrid = True
+    config.cache_config.kv_cache_dtype_skip_layers = ["1"]
+    with pytest.raises(NotImplementedError, match="kv_cache_dtype_skip_layers=\\['1'\\]"):
+        mixed.check_hybrid(config, None, nbytes)
+
+
+def test_padding_is_said_where_pages_are_padded_and_nowhere_else(monkeypatch):
+    """Half of gpt-oss-20b's layers have a window; 4,096 tokens, of which all are in flight."""
+    told, packs = [], []
+    monkeypatch.setattr(mixed, "can_pack", lambda config: bool(packs))
+    monkeypatch.setattr(mixed.logger, "warning", lambda text, *given: told.append(given))
+    content, policy = known_models.config_of("gpt-oss-20b"), Policy("int4", {0: "int8"})
+    cache = SimpleNamespace(kv_cache_dtype_skip_layers=[], block_size=16)
+    model = SimpleNamespace(is_hybrid=False, max_model_len=4096, hf_config=SimpleNamespace(to_dict=lambda: content))
+    parallel = SimpleNamespace(tensor_parallel_size=1)
+    config = SimpleNamespace(model_config=model, cache_config=cache, parallel_config=parallel, max_in_flight_tokens=4096)
+    say = lambda policy: mixed.warn_of_padding(config, policy, torch.bfloat16)
+    for quiet in (None, Policy("int4"), Policy("levels4", {1: "levels5/levels3"})):
+        say(quiet)
+    for part, name, value in ((cache, "kv_cache_dtype_skip_layers", ["1"]), (model, "is_hybrid", True)):
+        with monkeypatch.context() as patch:
+            patch.setattr(part, name, value)
+            say(policy)
+    packs.append(True)
+    say(policy)
+    packs.clear()
+    assert told == []
+    say(policy)
+    row, full, window = 8 * (2 * 64 + 8), 12 * 256, 12 * (256 + 1)  # bytes of an int8 token; blocks of 4,096 tokens, 12 layers of each kind
+    held = (full + window) * 16 * row
+    (length, taken, times, needed, do), least = told[0], 12 * (4096 + 4096 + 16) * 8 * (2 * 32 + 8)
+    assert (length, taken, do) == ("4,096", f"{held:,}", mixed.PACKS)
+    needed = int(needed.replace(",", ""))
+    assert least < needed < 1.1 * least and times == pytest.approx(held / needed)
+    content = {"model_type": "new"}
+    say(policy)
+    assert len(told) == 1
 
 
 def test_a_model_that_cannot_be_measured_is_named_once():

@@ -7,7 +7,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from quantkv import PagedCache, get_format, implementations, warm_up, warmup
+from quantkv import PagedCache, forked, get_format, implementations, under_way, warm_up, warmup
 from quantkv.calls import Batch
 from quantkv.copies import CopiedPages, FullPrecisionStep
 from quantkv.full_precision import FullPrecisionTokens
@@ -234,3 +234,17 @@ def test_chunks_of_any_few_queries_are_read_by_one_kernel(name, tokens, own, mon
             run += part.call.batch.chunks
         assert gpu.found and not gpu.found - found, lengths
     assert run > 60
+
+
+@pytest.mark.parametrize(("cores", "apart"), [(2, False), (4, True), (16, True)])
+def test_other_processes_compile_where_cores_are_many(cores, apart, monkeypatch):
+    seen = []
+
+    class Kernel:
+        def cubin(self):
+            seen.append(under_way.in_processes())
+
+    monkeypatch.setattr(forked, "cores", lambda: cores)
+    with warmup._Ahead(torch.device("cpu")) as ahead:
+        ahead.compile([Kernel(), Kernel()])
+    assert seen == [apart] * 2 and not under_way.in_processes()

@@ -23,6 +23,7 @@ import time
 import traceback
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from offline import set_environment
 from random_models import DEEPSEEK_V3
@@ -80,12 +81,12 @@ MODELS = {
 }
 
 
-def own_kernels() -> set[str]:
-    """Names of quantkv's Triton kernels that are loaded."""
+def own_kernels() -> dict[str, Any]:
+    """quantkv's Triton kernels that are loaded, by name."""
     import triton
 
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("quantkv.")]
-    return {x.__name__ for module in modules for x in vars(module).values() if isinstance(x, triton.JITFunction)}
+    return {x.__name__: x for module in modules for x in vars(module).values() if isinstance(x, triton.JITFunction)}
 
 
 def watch(stop: bool) -> tuple[list[str], list[str]]:
@@ -100,8 +101,11 @@ def watch(stop: bool) -> tuple[list[str], list[str]]:
     report = jit_monitor._handle_jit_event
 
     def reported(*, backend: str, event: str, fn_name: str, detail: str | None = None) -> None:
-        seen.append(fn_name.split(".")[-1])
+        seen.append(name := fn_name.split(".")[-1])
         print(f"COMPILED {backend} {event} {fn_name} {detail}", flush=True)
+        if name in (own := own_kernels()):  # what it was compiled for, this one last: which argument makes the difference
+            for caches in own[name].device_caches.values():
+                print(*(f"KEY {key}" for key in caches[0]), sep="\n", flush=True)
         traceback.print_stack(limit=14)
         if stop:
             report(backend=backend, event=event, fn_name=fn_name, detail=detail)

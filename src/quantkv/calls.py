@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,7 +12,7 @@ import torch
 from . import checks, deprecated
 from .format import Codec, Format
 from .maps import LayerMaps, LinearMap
-from .options import AttentionOptions
+from .options import PROMPT_QUERIES, AttentionOptions
 from .own import OwnRows, stored_before
 from .reads import key_intervals
 
@@ -205,6 +205,8 @@ class AttendCall:
             checks.refuse("q.shape[1]", num_heads, f"a multiple of the {heads} kv heads is needed")
         self.batch.check(tokens, device)
         self.options.check({"S": num_seqs, "HQ": num_heads}, device)
+        if self.options.prompt_precision != "16bit":
+            self._settle_precision(first.fmt)
         for segment in self.segments:
             _check_segment(segment, heads, (head_size, head_size_v), first.fmt.latent, num_seqs, device)
         _check_shared(self.segments)
@@ -287,6 +289,13 @@ class AttendCall:
                     if last > table.shape[1]:
                         checks.refuse("block_table.shape[1]", table.shape[1], f"the keys up to position {high} need {last} pages")
                     checks.in_range("block_table", row[first:last], 0, num_pages, f" (the cache has {num_pages} pages)")
+
+    def _settle_precision(self, fmt: Format) -> None:
+        """Refuse what has none but 16 bits; a batch that is known to hold no prompt is served by whoever serves it at 16 bits."""
+        if fmt.latent:
+            checks.refuse("prompt_precision", self.options.prompt_precision, f"scores of latents ({fmt.name}) are at 16bit")
+        if self.batch.max_query_len is not None and self.batch.max_query_len < PROMPT_QUERIES:
+            object.__setattr__(self, "options", replace(self.options, prompt_precision="16bit"))
 
     def _check_bias(self, queries: int) -> None:
         if self.options.qq_bias.shape[0] < queries:

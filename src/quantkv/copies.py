@@ -270,7 +270,7 @@ class CopiedPages:
         between.copy_(torch.cat([begin * size, full_precision_from], 1))
 
     def note(self, slot_mapping: torch.Tensor, step: FullPrecisionStep) -> None:
-        """After the watched cache stored the rows of the step: keep copies of them."""
+        """After the watched cache stored the rows of the step: keep copies of them. Where a slot is below 0 no row was stored."""
         kernels = kernels_of(self.device, self.sink + self.recent)
         if kernels is not None and len(slot_mapping):
             counts = {"tokens": len(slot_mapping), "num_copies": self.num_copies}
@@ -279,9 +279,9 @@ class CopiedPages:
                 {"slots": slot_mapping.contiguous(), "copy_slots": step.slots, **counts}, rows, self.copies, self.block_size
             )
             return
-        slots, copies = slot_mapping.long().clamp_min(0), step.slots[: len(slot_mapping)].long()
-        page, within = slots // self.block_size, slots % self.block_size
-        target = torch.where(copies >= 0, copies // self.block_size, self.num_copies)
+        slots, copies = slot_mapping.long(), step.slots[: len(slot_mapping)].long()
+        target = torch.where((copies >= 0) & (slots >= 0), copies // self.block_size, self.num_copies)
+        page, within = slots.clamp_min(0) // self.block_size, slots % self.block_size
         for rows, kept in self._pairs():
             kept[target, :, within] = rows[page, :, within]
 
@@ -328,11 +328,13 @@ class CacheWithCopies:
         starts: torch.Tensor,
         out: tuple[torch.Tensor, torch.Tensor],
         first: torch.Tensor | None,
-        step: FullPrecisionStep,
+        step: FullPrecisionStep | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `PagedCache.gather` gives, and of tokens that the step reads at full precision their copies. step: of these sequences."""
+        """What `PagedCache.gather` gives, and of tokens that the step reads at full precision their copies. step: of these sequences;
+        None: it reads none so."""
         self.pages.gather(block_table, starts, out, first)
-        put_copies(self.copies, step, starts, first, out)
+        if step is not None:
+            put_copies(self.copies, step, starts, first, out)
         return out
 
     def segments(self, block_table: torch.Tensor, step: FullPrecisionStep, apart: bool) -> tuple[Segment, ...]:
@@ -360,6 +362,12 @@ def cache_of_copies(pages: PagedCache, num_copies: int, dtype: torch.dtype, buff
     else:
         given = {"v_scale": pages.v.scale if pages.maps.v is None else 1.0}  # what segments without a map share
     return PagedCache(own, num_copies, pages.device, buffer=buffer, **given)
+
+
+def with_room_for_one(pages: PagedCache, tokens: FullPrecisionTokens, dtype: torch.dtype) -> CacheWithCopies:
+    """`pages` with room for the 16-bit copies of one sequence: what kernels are compiled over while an engine has no pool."""
+    pool = CopiedPages(tokens, pages.spec.block_size, 1, device=pages.device)
+    return CacheWithCopies(pages, cache_of_copies(pages, pool.num_copies, dtype), pool)
 
 
 def kernels_of(device: torch.device, columns: int) -> Any:

@@ -13,6 +13,8 @@ from . import checks
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 BOOLS = (torch.bool,)
 LARGEST_SOFTCAP = 512  # kernels compute tanh from an exponential, to 2^-23 of 1: so large, scores are off by 6e-5
+PRECISIONS = ("16bit", "8bit")  # of scores
+PROMPT_QUERIES = 128  # of a sequence: from so many on it is a prompt
 WIDEST = 1 << 30  # a window: no position is as large, and their sum is an int32 of the kernels
 
 
@@ -40,6 +42,8 @@ class AttentionOptions:
     batch_invariant: fixed splits and tiles: a sequence gets the same bits alone and in any batch. On a GPU it takes scratch
         memory: a float32 output for every 1,024 positions that the block table, or max_seq_len, has room for; on Hopper a 16-bit
         one for every 256 at most, or 32 of them if that is more.
+    prompt_precision: "8bit": sequences of at least 128 queries get their scores from products of 8-bit integers; "16bit": of the queries'
+        own dtype. Values and weights are at 16 bits in both.
     """
 
     causal: bool | torch.Tensor = field(default=True, metadata={"shape": ("S",), "dtypes": BOOLS})
@@ -54,6 +58,7 @@ class AttentionOptions:
     clamp_prefix_to_window: bool = False
     output_scale: float | None = None
     batch_invariant: bool = False
+    prompt_precision: str = "16bit"
 
     def given(self) -> list[str]:
         """Names of the options that are not at their defaults."""
@@ -86,6 +91,8 @@ class AttentionOptions:
             checks.refuse("alibi_sqrt", True, "alibi_slopes are needed with it")
         if self.output_scale is not None:
             checks.number("output_scale", self.output_scale, 0, above=True, note="a positive number")
+        if not isinstance(self.prompt_precision, str) or self.prompt_precision not in PRECISIONS:
+            checks.refuse("prompt_precision", self.prompt_precision, f"one of {', '.join(PRECISIONS)} is needed")
 
     def check_values(self) -> None:
         """What reads tensors, on a CPU: no sink takes all of the weight."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 _COMPILED: list[str] = []
 _WANTED: ContextVar[list[Any] | None] = ContextVar("wanted", default=None)
+_IN_PROCESSES: ContextVar[bool] = ContextVar("in_processes", default=False)
 
 
 @contextmanager
@@ -41,3 +42,17 @@ def collecting() -> Iterator[list[Any]]:
 def wanted() -> list[Any] | None:
     """The list of `collecting`; None outside of it."""
     return _WANTED.get()
+
+
+def compile_apart(compile_one: Callable[[], object]) -> None:
+    """Call what compiles a kernel by NVRTC, which then compiles in a process of its own; this thread waits. For many threads at once."""
+    token = _IN_PROCESSES.set(True)
+    try:
+        compile_one()
+    finally:
+        _IN_PROCESSES.reset(token)
+
+
+def in_processes() -> bool:
+    """Whether NVRTC is to compile in a process of its own: inside of `compile_apart`, in its thread."""
+    return _IN_PROCESSES.get()

@@ -13,15 +13,16 @@ import torch
 
 from . import checks, deprecated, forked, implementations, under_way
 from .cache import PagedCache
-from .calls import AttendCall, Batch, OwnRows, WriteCall
-from .copies import CacheWithCopies, CopiedPages, FullPrecisionStep, cache_of_copies
+from .calls import AttendCall, AttentionOptions, Batch, OwnRows, WriteCall
+from .copies import CacheWithCopies, FullPrecisionStep, with_room_for_one
 from .full_precision import FullPrecisionTokens
 from .implementations import Call, batches
-from .prepared import prepare_attend
+from .prepared import PreparedAttend
 
 QUERIES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32, 33, 64, 65, 127, 128, 512)  # of a sequence of `mixed_batches`
 FEW = range(1, 9)  # queries of a sequence that a batch of several kinds keeps together
 OF_EACH_CALL = frozenset({"block_table", "seq_lens", "cu_seqlens_q", "max_query_len", "lengths"})  # arguments that no option can be
+FEW_CORES = 4  # of a machine on which NVRTC compiles in threads: a process costs 0.3 s
 ROWS = 16 * 160  # queries times heads from which on kernels are cut as for many: more than of any GPU's multiprocessors
 
 
@@ -152,7 +153,11 @@ def mixed_batches(num_heads: int, max_seqs: int, max_tokens: int, max_seq_len: i
 
 
 class _Ahead:
-    """Compiles on all cores what calls would compile one after the other. What fails here is compiled, and says so, when it runs."""
+    """Compiles on all cores what calls would compile one after the other. What fails here is compiled, and says so, when it runs.
+
+    An engine's process has a GPU and other threads, so it does not fork. NVRTC's kernels are compiled by new processes, where there are
+    cores enough that threads would wait for each other, and Triton's by threads.
+    """
 
     def __init__(self, device: torch.device, executor: forked.ForkedExecutor | None = None) -> None:
         self.device, self.keeps_open = device, executor is not None
@@ -188,8 +193,10 @@ class _Ahead:
                 self.begun.add(each)
                 if isinstance(self.pool, forked.ForkedExecutor):
                     self.pool.submit(each.cubin, cost=getattr(each, "packed_rows", 0))
-                else:
+                elif forked.cores() < FEW_CORES:
                     self.pool.submit(each.cubin)
+                else:
+                    self.pool.submit(under_way.compile_apart, each.cubin)
 
 
 class _Sizes(NamedTuple):
@@ -284,11 +291,7 @@ class _Given:
     @cached_property
     def read(self) -> PagedCache | CacheWithCopies:
         """The cache, with a copy of a page where some tokens are exact."""
-        cache = self.cache
-        if self.full_precision is None:
-            return cache
-        pool = CopiedPages(self.full_precision, cache.spec.block_size, 1, device=cache.device)
-        return CacheWithCopies(cache, cache_of_copies(cache, pool.num_copies, self.dtype), pool)
+        return self.cache if self.full_precision is None else with_room_for_one(self.cache, self.full_precision, self.dtype)
 
     def copied(self) -> None:
         """Say what steps read exactly, as an engine does."""
@@ -317,17 +320,9 @@ class _Given:
         step = None
         if self.full_precision is not None:
             step = FullPrecisionStep(self.full_precision, spec.block_size, sequences, 0, device)
-        prepared = prepare_attend(
-            block_table=table,
-            seq_lens=batch.seq_lens,
-            cu_seqlens_q=batch.cu_seqlens_q,
-            max_query_len=batch.max_query_len,
-            max_seq_len=batch.max_seq_len,
-            lengths=batch.lengths,
-            full_precision=step,
-            **self.options,
-        )
-        prepared.batch = batch  # with what only engines say
+        options = dict(self.options)
+        scale, key_start, key_range = (options.pop(name, None) for name in ("scale", "key_start", "key_range"))
+        prepared = PreparedAttend(batch, table, scale, AttentionOptions.of(options), key_start, key_range, full_precision=step)
         rows = None
         if self.own and batch.max_query_len > 1:
             sizes = (("key", spec.head_size), ("value", spec.head_size_v))

@@ -46,6 +46,7 @@ struct Product {  // of this lane: rows g and g + 8 of a, its numbers of d
   std::vector<u32> given, read;  // d, and what it reads of shared memory, as they were
   bool across = false;           // b's rows are summed over, and not those of b^T
   u64 from = 0;                  // of a, where it is in shared memory
+  bool integers = false;         // numbers are pairs of 8 bits with signs, and d has 32 bits
 };
 CPU_VAR std::vector<std::vector<Product>> cpu_products;  // of each thread: what has not run
 CPU_VAR std::vector<std::vector<int>> cpu_groups;        // of each thread: products in each group that was committed
@@ -90,7 +91,16 @@ template <class T> inline std::vector<T>& cpu_mine(std::vector<std::vector<T>>& 
   if ((int)all.size() <= cpu_fiber->thread) all.resize(cpu_fiber->thread + 1);
   return all[cpu_fiber->thread];
 }
+CPU_FN int cpu_of_integers(u16 x, u16 y) {
+  return (signed char)x * (signed char)y + (signed char)(x >> 8) * (signed char)(y >> 8);
+}
 CPU_FN void cpu_run_product(Product& p) {
+  for (int n = 0; p.integers && n < p.tiles; n++)
+    for (int i = 0; i < 4; i++)
+      for (int k = 0; k < 16; k++)
+        ((int(*)[4])p.d)[n][i] +=
+            cpu_of_integers(p.read[p.tiles * 32 + i / 2 * 16 + k], p.read[(2 * n + i % 2) * 16 + k]);
+  if (p.integers) return;
   for (int n = 0; n < p.tiles; n++)
     for (int i = 0; i < 4; i++) {
       double sum = 0;
@@ -130,6 +140,14 @@ template <int N, bool BFLOAT> struct Wgmma {
     cpu_begin_product(p);
   }
 };
+template <int N> struct IntegerWgmma {
+  static void multiply(int (&d)[N][4], u64 a, u64 b) {
+    cpu_exchange(0);
+    Product p{(float(*)[4])d, N, false, true, {}, b};
+    p.from = a, p.integers = true;
+    cpu_begin_product(p);
+  }
+};
 CPU_FN void begin_products() { cpu_exchange(0), cpu_fiber->begun = true; }
 CPU_FN void commit_products() {
   cpu_exchange(0), cpu_fiber->begun = false;
@@ -149,4 +167,4 @@ template <int N> inline void wait_for_all_products_but() {
     for (Product& p : products) p.given = cpu_bits(p);
   }
 }
-template <int N> DI void keep_tiles(float (&)[N][4]) {}
+template <int N, class T> DI void keep_tiles(T (&)[N][4]) {}

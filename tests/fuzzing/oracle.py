@@ -19,6 +19,7 @@ DEFAULTS = dict(
     clamp_prefix_to_window=False,
     output_scale=None,
     batch_invariant=False,
+    prompt_precision="16bit",
 )
 
 

@@ -91,6 +91,7 @@ OPTIONS = {
     "clamp_prefix_to_window": a.boolean,
     "output_scale": a.number(0, above=True, none=True),
     "batch_invariant": a.boolean,
+    "prompt_precision": a.among("16bit", "8bit"),
 }
 PLACES = {
     "block_table": lambda v: a.tensor((3, None), INDEX, low=0, high=PAGES)(v) and v.shape[1] >= 2,

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm.config import CacheConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1 import kv_cache_interface as pages
 from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
@@ -133,7 +135,9 @@ def taken(config, made, own):
 
 
 @pytest.mark.parametrize("case", TABLE)
-def test_bytes_over_what_layers_need(case, record_property):
+def test_bytes_over_what_layers_need(case, monkeypatch):
+    told = []
+    monkeypatch.setattr(blocks.logger, "info", lambda text, *given: told.append(text % given))
     name, default, layers, alone, packed = TABLE[case]
     model = Model("made", MODELS[name], 8, None, {})
     policy = PolicyFile(default, layers(model))
@@ -143,6 +147,7 @@ def test_bytes_over_what_layers_need(case, record_property):
     print(f"| {case} | {before - 1:+.1%} | {after - 1:+.1%} |")
     assert 1 - 1e-9 <= after <= packed
     assert before <= alone and (after == before or before > 1.02)
+    assert ["quantkv: blocks of" in line for line in told] == [True] * (after != before)
 
 
 @pytest.mark.parametrize("case", ["gemma-3-4b, int4, one int8, one 16-bit", "gpt-oss-20b, int8, sliding int4", "gemma 4 26b, int4"])
@@ -152,6 +157,33 @@ def test_no_two_pages_share_a_byte(case):
     model = Model("made", MODELS[name][:12], 8, None, {})
     _, (made,) = plans(specs_of(model, PolicyFile(default, layers(model))))
     check_disjoint(made)
+
+
+@pytest.mark.parametrize(("name", "first"), [("llama-3-8b", "LBHNC"), ("gemma-3-4b", "BLHNC")])
+def test_a_worker_prefers_the_layout_that_packed_blocks_need(name, first):
+    """Where the layers have pages of one size it keeps its own order."""
+    specs = specs_of(Model("made", MODELS[name], 8, None, {}), PolicyFile("int4", {0: "int8"} if first == "BLHNC" else {}))
+    own, worker = ["LBHNC", "BLHNC"], SimpleNamespace(vllm_config=configuration(4096, 1024), get_kv_cache_spec=lambda: specs)
+    assert blocks._layouts(lambda worker: list(own), worker) == sorted(own, key=lambda name: name != first)
+    assert blocks._layouts(lambda worker: ["LBHNC"], worker) == ["LBHNC"]
+    worker.vllm_config.cache_config.cache_dtype = "fp8"
+    assert blocks._layouts(lambda worker: list(own), worker) == own
+
+
+def test_the_layout_is_the_plug_ins_where_nothing_else_asks_for_one(monkeypatch):
+    config = configuration(4096, 1024)
+    assert blocks.can_pack(config)
+    changes = [(config.cache_config, "cache_dtype", "fp8"), (config.attention_config, "hisparse_config", object())]
+    changes += [(config.scheduler_config, "disable_hybrid_kv_cache_manager", True)]
+    changes += [(config.parallel_config, f"{kind}_parallel_size", 2) for kind in ("pipeline", "decode_context")]
+    for part, name, value in changes:
+        with monkeypatch.context() as patch:
+            patch.setattr(part, name, value)
+            assert not blocks.can_pack(config), name
+    for own, of_connector, packs in ((None, "BLHNC", 1), (None, "LBHNC", 0), ("LBHNC", None, 0), ("BLHNC", None, 1), ("LBHNC", "BLHNC", 0)):
+        monkeypatch.setattr(blocks, "envs", SimpleNamespace(VLLM_KV_CACHE_LAYOUT=own))
+        monkeypatch.setattr(blocks, "get_kv_connector_cache_layout", lambda config, found=of_connector: found)
+        assert blocks.can_pack(config) == bool(packs)
 
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -220,6 +252,49 @@ def test_hybrids(name, mixed):
         check_disjoint(planned[0])
 
 
+class Held:
+    """A layer of vLLM's model: what it says of its pages, or of its state."""
+
+    def __init__(self, spec):
+        self.spec = spec
+
+    def get_kv_cache_spec(self, config):
+        return self.spec
+
+    def get_attn_backend(self):
+        return QuantKVBackend.of(get_format("int4"))  # its spec has the bytes of its own format
+
+
+class Rows(Held, AttentionLayerBase):
+    pass
+
+
+class States(Held, MambaBase):
+    get_state_shape = get_state_dtype = mamba_type = None
+
+
+@pytest.mark.parametrize("mode", ["align", "none"])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_tokens_of_a_block_beside_states_are_chosen_by_all_layers(name, mode):
+    """vLLM has chosen 4096 by then, by the first layer. Layers that keep nothing, and what is no layer of attention, say nothing."""
+    content, shapes, dtype, (eight, sixteen) = HYBRIDS[name]
+    model = geometry.read({**COMMON, **content})
+    policies = [PolicyFile("int4", layers) for layers in ({}, {eight: "int8", sixteen: "none"})]
+    of_state = {"shapes": shapes, "dtypes": (torch.bfloat16, dtype), "mamba_cache_mode": mode, "block_size": 4096}
+    for policy, packed in zip(policies, (False, True)):
+        layers = {name: Rows(replace(spec, block_size=4096)) for name, spec in specs_of(model, policy).items()}
+        layers |= {f"state.{n}": States(pages.MambaSpec(**of_state)) for n, layer in enumerate(model.layers) if layer.states}
+        config = configuration(4096, 16384)
+        config.compilation_config = SimpleNamespace(static_forward_context=layers | {"reads another's": Rows(None), "experts": object()})
+        cache = config.cache_config
+        cache.mamba_cache_mode, cache.block_size, cache.mamba_block_size, cache.mamba_page_size_padded = mode, 4096, 512, 64
+        blocks._choose_beside_states(config)
+        size = pool(model, capacity(model, policy)).groups[0].block_size if packed else 4096
+        assert (size < 4096) == packed and cache.block_size == size
+        assert cache.mamba_block_size == (size if packed and mode == "align" else 512)
+        assert cache.mamba_page_size_padded == (None if packed else 64)
+
+
 def check_disjoint(made):
     size = made.kv_cache_tensors[0].size // made.num_blocks
     for tensor in made.kv_cache_tensors:
@@ -234,8 +309,9 @@ def check_disjoint(made):
             found = blocks.kernel_pages(caches[name], (per_page or 16) // 16)
             start, per_block = found.storage_offset(), found.shape[0] // 3
             marked = whole.as_strided(found.shape, found.stride(), start)
-            assert marked.sum() == 0
+            assert not marked.any()
             for block in range(3):
                 marked[block * per_block : (block + 1) * per_block] = block + 1
         for block in range(3):
-            assert set(whole[block * size : (block + 1) * size].unique().tolist()) <= {0, block + 1}
+            own = whole[block * size : (block + 1) * size]
+            assert bool(((own == 0) | (own == block + 1)).all())

@@ -33,7 +33,8 @@ class FullPrecisionGroup:
     def attach(self, metadata: ForwardMetadata, pages: PagedCache, advance: bool = True) -> None:
         """Say what a step reads at full precision. pages: of the last of the layers, whose rows depend on the whole context.
 
-        advance: whether the step runs now; else it is captured, and the numbers in its tensors come later.
+        advance: whether the step runs now; else it is captured, or has no sequences, and the numbers in its tensors come later: until then
+            no row goes to a copy, which pages may still have of an earlier step.
         """
         if self.pool is None:
             size = pages.spec.block_size
@@ -46,3 +47,5 @@ class FullPrecisionGroup:
         metadata.full_precision = self._whole.part(metadata.batch.num_seqs)
         if advance:
             metadata.advance_full_precision(self.pool)
+        else:
+            self._whole.slots.fill_(-1)

@@ -38,7 +38,7 @@ class Run:
             s._replace(block_table=own.block_table, key_start=own.key_start, key_range=own.key_range)
             for s, own in zip(call.few if self.few else call.segments, self.call.segments)
         )
-        options = self.call.options.per_sequence()
+        options = {**self.call.options.per_sequence(), "prompt_precision": self.call.options.prompt_precision}
         options = call.options if call.options is self.call.options else replace(call.options, **options)
         return self.call.with_tensors(*_rows(call, self.tokens), segments, options, call.own and call.own.of(self.tokens))
 

@@ -26,6 +26,7 @@ import torch
 from ...assumed import assumed
 from ...calls import AttendCall, AttentionOptions
 from ...maps import LayerMaps
+from ...options import PROMPT_QUERIES
 from ...reads import window_size
 from ..hopper.host import launch
 from . import backends, flash3, own
@@ -39,13 +40,13 @@ from .streams import Lanes
 # streams have some each. Queries that are neither mapped nor combined, and whose results go where they belong, need none.
 SCRATCH_BYTES = 256 << 20
 QUERY_BYTES = 512 << 20
-MIN_QUERIES = 128  # fewer do not pay for writing the rows out: measured over 2,048 and 16,384 keys
+MIN_QUERIES = PROMPT_QUERIES  # fewer do not pay for writing the rows out: measured over 2,048 and 16,384 keys
 # Rows of a cache for each query row, at most, that are mapped back: 131,072 keys and values take 15 us longer then, and as many
 # queries and outputs take 50 us to map.
 MAPPED_BACK = 2
 
 
-SUPPORTED: frozenset[str] = frozenset(("window", "chunk_lookback", "softcap", "sinks"))
+SUPPORTED: frozenset[str] = frozenset(("window", "chunk_lookback", "softcap", "sinks", "prompt_precision"))
 QUERIES = range(MIN_QUERIES, 1 << 62)  # of a sequence, that this is made for
 OWN_ROWS = "read"
 
@@ -63,6 +64,8 @@ def refusal(call: AttendCall) -> str | None:
         return f"{q.shape[0]} queries, fewer than {MIN_QUERIES} for each of {num_seqs} sequences"
     if lengths is not None and not all(queries >= MIN_QUERIES for queries, _ in lengths if queries):
         return f"a sequence has fewer than {MIN_QUERIES} queries"
+    if _eight_bit(call) and lengths is None and num_seqs > 1:
+        return f"prompt_precision: of several sequences without lengths: which have fewer than {MIN_QUERIES} queries is not known"
     if q.shape[0] == 0:
         return "no queries"
     if lengths is None and _capturing(q):
@@ -73,10 +76,15 @@ def refusal(call: AttendCall) -> str | None:
     sizes = (q.shape[2], s.head_size_v)
     if _choose(call, reach) is None:
         asked = [name for name, on in (("window", reach.window), ("softcap", call.options.softcap)) if on]
+        asked += ["prompt_precision"] * _eight_bit(call)
         return (
             f"no dense backend for {q.dtype} rows of {sizes[0]} and {sizes[1]} on {q.device.type}{' with ' * bool(asked)}{', '.join(asked)}"
         )
     return None
+
+
+def _eight_bit(call: AttendCall) -> bool:
+    return call.options.prompt_precision == "8bit"
 
 
 def _capturing(q: torch.Tensor) -> bool:
@@ -94,7 +102,12 @@ def _reach(options: AttentionOptions, longest: int | None) -> Reach:
 def _choose(call: AttendCall, reach: Reach, lengths: Sequence[tuple[int, int]] = ()) -> str | None:
     """The fastest backend. lengths: those of the sequences, where they are known."""
     heads, size = call.q.shape[1:]
-    needs = {"window": bool(reach.window), "softcap": call.options.softcap > 0, "alike": len({*lengths}) == 1}
+    needs = {
+        "window": bool(reach.window),
+        "softcap": call.options.softcap > 0,
+        "alike": len({*lengths}) == 1,
+        "eight_bit": _eight_bit(call),
+    }
     served = [(queries, keys) for queries, keys in lengths if queries]
     pairs = sum(queries * (keys - queries // 2) for queries, keys in served)
     short = not needs["alike"] and pairs * heads * size < backends.WORTH_A_CALL * len(served)
@@ -278,7 +291,8 @@ def follow(call: AttendCall, plan: PrefillPlan, triton: bool | None = None) -> N
                     lanes.lend(rows, lane)
                 target = _of(out, group.tokens) if ready else None
                 added = sinks if inside and len(group.rounds) == 1 else None
-                found = backends.attend(plan.backend, rows, *sliced, call.scale, round, ends, call.options.softcap, target, added, kept)
+                how = (call.options.softcap, target, added, kept, _eight_bit(call))
+                found = backends.attend(plan.backend, rows, *sliced, call.scale, round, ends, *how)
                 for t in found:
                     lanes.lend(t, 0)
                 if group.front or group.back:

@@ -19,6 +19,7 @@ import torch
 from ...assumed import assumed
 from ...under_way import wanted
 from ..hopper import prefill
+from ..reference import eight_bit as eight_bit_scores
 from . import cudnn_graph, flash3
 from .plan import ALL, CAUSAL, Limits, Mask, Round
 
@@ -37,7 +38,7 @@ class Backend:
     """What a dense kernel takes. bottom_right, together: as in `plan.Limits`. windows, softcap: whether it has them. planned: whether
     lengths should be multiples of `PLANNED`. into: whether it puts its rows where it is told. token_major: whether the heads of a token
     lie together in the scratch, else the tokens of a head. ends: whether it wants `Round.ends` of a single sequence too. anywhere: whether
-    rows of 16-byte chunks may have any strides."""
+    rows of 16-byte chunks may have any strides. eight_bit: whether scores may be products of 8-bit integers."""
 
     bottom_right: bool
     together: str
@@ -48,6 +49,7 @@ class Backend:
     token_major: bool = False
     ends: bool = False
     anywhere: bool = False
+    eight_bit: bool = False
 
     def limits(self, most: int, single: int, several: int, together: bool = True) -> Limits:
         """How its calls are cut; arguments as of `plan.Limits`. together: whether sequences may share a round at all."""
@@ -57,11 +59,11 @@ class Backend:
 
 BACKENDS = {
     "flash3": Backend(True, "ragged", windows=True, softcap=True, into=True, ends=True, anywhere=True),
-    "hopper": Backend(True, "ragged", windows=True, softcap=True, into=True, ends=True, anywhere=True),
+    "hopper": Backend(True, "ragged", windows=True, softcap=True, into=True, ends=True, anywhere=True, eight_bit=True),
     "cudnn graph": Backend(True, "ragged", windows=True, softcap=False, into=True, token_major=True, ends=True),
     "cudnn": Backend(False, "equal", windows=False, softcap=False, planned=True),
     "flash": Backend(True, "ragged", windows=True, softcap=False),
-    "math": Backend(True, "ragged", windows=True, softcap=True, anywhere=True),
+    "math": Backend(True, "ragged", windows=True, softcap=True, anywhere=True, eight_bit=True),
 }
 
 
@@ -70,7 +72,13 @@ def planned(tokens: int) -> int:
     return -(-tokens // PLANNED) * PLANNED
 
 
-def fitting(
+def fitting(device: torch.device, dtype: torch.dtype, head_size: int, head_size_v: int, *, eight_bit: bool = False, **needs) -> list[str]:
+    """Names of the backends that are here and take these rows, the fastest first. eight_bit: whether scores are products of 8-bit integers.
+    needs: as of `_fitting`."""
+    return [n for n in _fitting(device, dtype, head_size, head_size_v, **needs) if BACKENDS[n].eight_bit >= eight_bit]
+
+
+def _fitting(
     device: torch.device,
     dtype: torch.dtype,
     head_size: int,
@@ -82,10 +90,10 @@ def fitting(
     short: bool = False,
     scale: float = 1.0,
 ) -> list[str]:
-    """Names of the backends that are here and take these rows, the fastest first. window, softcap: whether the call has one. alike: whether
-    all its sequences have the same lengths, which torch calls cuDNN with at once; 1 to 15 % faster on an H200 than its frontend. short:
-    whether its sequences, of several lengths, are not worth a call each, as of `WORTH_A_CALL`. scale: of scores; ours for Hopper looks for
-    the largest score before it is multiplied by a scale, which must not turn it around."""
+    """The same for scores of 16 bits. window, softcap: whether the call has one. alike: whether all its sequences have the same lengths,
+    which torch calls cuDNN with at once; 1 to 15 % faster on an H200 than its frontend. short: whether its sequences, of several lengths,
+    are not worth a call each, as of `WORTH_A_CALL`. scale: of scores; ours for Hopper looks for the largest score before it is multiplied
+    by a scale, which must not turn it around."""
     gpu = assumed()
     if gpu is not None:
         return ["hopper"] if gpu.capability == (9, 0) and scale > 0 and prefill.takes(head_size, head_size_v) else ["flash"]
@@ -134,6 +142,7 @@ def attend(
     out: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     kept: dict[Hashable, Any] | None = None,
+    eight_bit: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`softmax(cap(scale * q . k)) . v` of every sequence of a round: rows `[M, HQ, D_V]` of q's dtype, natural log-sum-exp `[M, HQ]`
     float32.
@@ -143,7 +152,8 @@ def attend(
     limits. ends: `round.ends()` on the device, int32; None: made here, of a single sequence without a copy to the device. softcap: 0 for
     none. out: `[M, HQ, D_V]`, where the rows may be put; those that are returned lie there or elsewhere. sinks:
     where `takes_sinks`: of FlashAttention-3 the log-sum-exp is then not to be used. kept: numbers that a backend works out of a
-    round's are kept here for the next call with the round; None: they are not.
+    round's are kept here for the next call with the round; None: they are not. eight_bit: whether scores are
+    products of 8-bit integers, by a backend that has them.
     """
     if backend != "hopper" and wanted() is not None:  # theirs is not to be compiled
         return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -152,10 +162,17 @@ def attend(
         return rows, lse.mT
     if backend == "hopper":
         ends = flash3.bounds(round, q.device) if ends is None else ends
-        return prefill.attend(q, k, v, scale, round.longest[0], round.mask, ends, softcap, out, sinks)
+        rows = None
+        if eight_bit:
+            from .eight_bit import rounded  # Triton
+
+            rows = rounded(q, k, round, ends, prefill.config_of(q, k, v, round.mask, softcap, True).keys, kept)
+        return prefill.attend(q, k, v, scale, round.longest[0], round.mask, ends, softcap, out, sinks, rows)
     if backend == "cudnn graph":
         ends = flash3.bounds(round, q.device) if ends is None else ends
         return cudnn_graph.attend(q, k.transpose(0, 1), v.transpose(0, 1), scale, round, ends, PLANNED, out, kept)
+    if eight_bit:
+        return _math(q, k, v, scale, round, ends, softcap, eight_bit_scores.KEY_BLOCK)
     return _CALLS[backend](q, k, v, scale, round, ends, softcap)
 
 
@@ -190,12 +207,14 @@ def _flash(q, k, v, scale, round, ends, softcap):
     return rows, lse.mT
 
 
-def _math(q, k, v, scale, round, ends, softcap):
+def _math(q, k, v, scale, round, ends, softcap, key_block=0):
     """In float32, the log-sum-exp included: what CPU kernels do not all return."""
     found, start = [], 0
     for read in round.reads:
         rows = slice(read.at, read.at + read.count)
-        found.append(math_attention(q[start : start + read.queries], k[:, rows], v[:, rows], scale, round.mask, softcap))
+        found.append(
+            math_attention(q[start : start + read.queries], k[:, rows], v[:, rows], scale, round.mask, softcap, key_block=key_block)
+        )
         start += read.queries
     rows, lse = (torch.cat(parts) for parts in zip(*found))
     return rows.to(q.dtype), lse
@@ -209,10 +228,13 @@ def math_attention(
     mask: Mask = ALL,
     softcap: float = 0.0,
     dtype: torch.dtype = torch.float32,
+    key_block: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One sequence in a dtype that is kept: rows `[M, HQ, D_V]`, log-sum-exp `[M, HQ]`; zeros and -inf for a query that sees no key."""
+    """One sequence in a dtype that is kept: rows `[M, HQ, D_V]`, log-sum-exp `[M, HQ]`; zeros and -inf for a query that sees no key.
+    key_block: keys of a scale, where scores are products of 8-bit integers; 0: they are not."""
     grouped = q.transpose(0, 1).to(dtype).unflatten(0, (k.shape[0], -1))
-    score = scale * (grouped @ k.to(dtype)[:, None].mT)
+    keys = k.to(dtype)[:, None]
+    score = scale * (eight_bit_scores.scores(grouped.float(), keys.float(), key_block).to(dtype) if key_block else grouped @ keys.mT)
     if softcap:
         score = softcap * torch.tanh(score / softcap)
     queries, keys = score.shape[-2:]

@@ -51,15 +51,8 @@ class TritonSteps(TorchSteps):
         return self.back, *(_traits(*side) for side in zip(self.sides, self.codecs, self.row_maps))
 
     def _launch(self, key: Hashable, tensors: Sequence, numbers: Sequence[float], make: Callable[[], Launch]) -> None:
-        """Launch what is kept under a key, with these tensors and numbers, or what `make` makes of them."""
-        with launch.on_device(self.device):
-            known = None if self.launches is None else self.launches.get(key)
-            if known is not None and known.again(tensors, self.device.index, numbers):
-                return
-            made = make()
-            made()
-        if self.launches is not None and known is None and made.direct is not None:
-            self.launches[key] = made
+        """As `launch.launch_kept`, of this call's launches."""
+        launch.launch_kept(self.launches, key, self.device, tensors, make, numbers)
 
     def map_query(self, q: torch.Tensor, front: int, back: int) -> torch.Tensor:
         """Queries in the space of mapped keys, between `front` and `back` rows of zeros."""

@@ -16,14 +16,16 @@ from ...calls import AttendCall, AttentionOptions, PagedTensor, Segment
 from ...format import Codec
 from ...kept import Kept
 from ...maps import LinearMap
+from ...options import PROMPT_QUERIES
 from ...packing import interleave
+from . import eight_bit
 from .plan import TileRead, plan, positions
 from .scratch import Scratch
 from .write import as_integers
 
 MASKS = ("causal", "window", "chunk_lookback", "prefix_ranges", "clamp_prefix_to_window")  # `plan` says which keys they leave
 ADDED = ("softcap", "alibi_slopes", "alibi_sqrt", "qq_bias")
-SUPPORTED = frozenset((*MASKS, *ADDED, "sinks", "output_scale", "batch_invariant"))
+SUPPORTED = frozenset((*MASKS, *ADDED, "sinks", "output_scale", "batch_invariant", "prompt_precision"))
 LATENTS = True
 Gathered = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -119,6 +121,8 @@ def _attend_tile(read: TileRead, call: AttendCall, segment: Segment, options: At
         by_rope = _scores(rope, segment.v, fmt.v, maps.v, call.scale, _gather(segment.v, fmt.v, read, dtype, scratch))
     keys = _gather(k, fmt.k, read, dtype, scratch)
     score = _scores(rows, k, fmt.k, maps.k, call.scale, keys)
+    if options.prompt_precision == "8bit":
+        _score_prompts(score, rows, call, read, segment, keys)
     score = (score.add_(by_rope) if fmt.latent else score).unflatten(2, groups)
     shifted = keys[1] >= 0 if fmt.k.signed else None
     _add_by_position(score, rows, call.scale, read, options, segment, shifted)
@@ -144,13 +148,33 @@ def _attend_tile(read: TileRead, call: AttendCall, segment: Segment, options: At
 
 def _scores(rows: torch.Tensor, side: PagedTensor, codec: Codec, map_: LinearMap | None, scale: float, gathered: Gathered) -> torch.Tensor:
     """`rows [S, H, R, D]` times every key, times scale: `[S, H, R, N]`."""
-    mapped = rows if map_ is None else rows @ _for_heads(map_.inverse.to(rows.dtype))
-    mapped = mapped * (scale * side.scale)
+    mapped = _mapped(rows, map_) * (scale * side.scale)
     operand, k_scale, k_bias = gathered
     score = _dot_keys(mapped, operand, codec.planes)
     if k_scale is not None:
         score *= k_scale
     return score if k_bias is None else score.addcmul_(mapped.sum(-1, keepdim=True), k_bias)
+
+
+def _mapped(rows: torch.Tensor, map_: LinearMap | None) -> torch.Tensor:
+    """Queries `[S, H, R, D]` in the space of mapped keys."""
+    return rows if map_ is None else rows @ _for_heads(map_.inverse.to(rows.dtype))
+
+
+def _score_prompts(score: torch.Tensor, rows: torch.Tensor, call: AttendCall, read: TileRead, segment: Segment, gathered: Gathered) -> None:
+    """Prompts' scores of `score [S, H, R, N]` anew, by `eight_bit`. Key means by position are added to them later, unrounded."""
+    side, codec, map_ = segment.k, segment.fmt.k, segment.maps.k
+    counts = call.batch.cu_seqlens_q.diff()[read.tile.seqs].tolist()
+    operand, scale, bias = gathered
+    keys = operand if codec.planes == 1 else interleave(operand)
+    keys = keys if scale is None else keys * scale.mT
+    keys = keys if bias is None else keys + bias.mT
+    for i, queries in enumerate(counts):
+        if queries < PROMPT_QUERIES:
+            continue
+        used = slice(None) if read.used is None else read.used[i].flatten()[: keys.shape[2]]
+        mapped = _mapped(rows[i : i + 1], map_)[0]
+        score[i][:, :, used] = eight_bit.scores(mapped, keys[i][:, used]) * (call.scale * side.scale)
 
 
 def _weighted_values(weight: torch.Tensor, groups: tuple[int, int], codec: Codec, read: TileRead, gathered: Gathered) -> torch.Tensor:

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import lru_cache
@@ -333,3 +333,23 @@ class Launch:
             return False
         self.direct(*self.grid, current_stream(device), *self.fixed, None, None, *arguments)
         return True
+
+
+def launch_kept(
+    kept: dict[Hashable, Launch] | None,
+    key: Hashable,
+    device: torch.device,
+    tensors: Sequence[torch.Tensor | None],
+    make: Callable[[], Launch],
+    numbers: Sequence[float] = (),
+) -> None:
+    """Launch what is kept under a key, with these tensors and numbers, or what `make` makes of them, which is kept for the next time. kept:
+    None where nothing is."""
+    with on_device(device):
+        known = None if kept is None else kept.get(key)
+        if known is not None and known.again(tensors, device.index, numbers):
+            return
+        made = make()
+        made()
+    if kept is not None and known is None and made.direct is not None:
+        kept[key] = made

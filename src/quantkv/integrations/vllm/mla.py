@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 
 from ...cache import PagedCache
 from ...calibration import gains_from_key_mean
-from ...copies import CacheWithCopies, FullPrecisionStep
+from ...copies import CacheWithCopies, FullPrecisionStep, with_room_for_one
 from ...engine.layer_config import LayerConfig, Shard
 from ...engine.observed import causal_attention
 from ...engine.warm_up import claim_scratch, warm_up
@@ -210,9 +210,10 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
         rows = torch.empty(1, sum(self.sizes), dtype=self.dtype, device=pages.device)
         table = torch.zeros(1, table_width or 1, dtype=torch.int32, device=pages.device)
         starts, step = torch.tensor([0, 1], dtype=torch.int32, device=pages.device), None
-        if self.full_precision is not None:
-            step = FullPrecisionStep(self.full_precision, pages.spec.block_size, 1, 0, pages.device)
-        self._gather(rows, table, starts, starts[:1], 1, step)
+        if self.full_precision is not None:  # vLLM binds pages before a first step makes the pool of their copies
+            pages = with_room_for_one(pages, self.full_precision, self.dtype)
+            step = FullPrecisionStep(self.full_precision, pages.pages.spec.block_size, 1, 0, pages.device)
+        self._gather(pages, rows, table, starts, starts[:1], 1, step)
         return told
 
     def reserve_workspace(self) -> None:
@@ -244,20 +245,22 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
         """Attention of prompts, whose own rows are read as given or, where they are to read what is stored, from their pages."""
         calls["mixed"] += 1
         if not self.reads_own_rows:
-            prefill, count = attn_metadata.prefill, len(kv_c_normed)
+            prefill, count, cache = attn_metadata.prefill, len(kv_c_normed), self.cache_of(self._layer().kv_cache)
             rows = kv_c_normed.new_zeros(count, sum(self.sizes))  # those of padding stay so
             where = prefill.block_table, prefill.query_start_loc, attn_metadata.before
-            kv_c_normed, k_pe = self._gather(rows, *where, count, attn_metadata.full_precision_of_prompts(0, len(prefill.block_table)))
+            kv_c_normed, k_pe = self._gather(
+                cache, rows, *where, count, attn_metadata.full_precision_of_prompts(0, len(prefill.block_table))
+            )
         super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
 
     def _compute_prefill_context(self, q, kv_c_and_k_pe_cache, attn_metadata, k_scale):
         """Attention of prompts over what is before them, in pages, cut as vLLM's metadata says -> `[T, HQ, D_V]` and `[HQ, T]`."""
-        prefill = attn_metadata.prefill
+        prefill, cache = attn_metadata.prefill, self.cache_of(self._layer().kv_cache)
         context, found = prefill.chunked_context, None
         for chunk in context.chunks:
             where = prefill.block_table[chunk.request_slice], chunk.cu_seq_lens, chunk.starts
             full_precision = attn_metadata.full_precision_of_prompts(chunk.request_slice.start, len(where[0]))
-            latents, rotated = self._gather(context.workspace, *where, chunk.num_context_tokens, full_precision)
+            latents, rotated = self._gather(cache, context.workspace, *where, chunk.num_context_tokens, full_precision)
             k, v = self._keys_and_values(latents, rotated)
             part = prefill.prefill_backend.run_prefill_context_chunk(chunk=chunk, q=q[chunk.token_slice], k=k, v=v)
             if found is None:
@@ -267,6 +270,7 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
 
     def _gather(
         self,
+        cache: PagedCache | CacheWithCopies,
         workspace: torch.Tensor,
         block_table: torch.Tensor,
         starts: torch.Tensor,
@@ -277,11 +281,8 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
         """`count` rows of a cache in a workspace `[rows, latent + rope]`, as latents `[count, latent]` and rotated dimensions `[count, 1,
         rope]`: of each sequence the tokens from `first [S]` on go to rows `starts [S + 1]`. full_precision: what these read so."""
         latents, rotated = workspace[:count, None].split(self.sizes, 2)
-        cache, where = self.cache_of(self._layer().kv_cache), (block_table, starts, (latents, rotated), first)
-        if isinstance(cache, CacheWithCopies) and full_precision is not None:
-            cache.gather(*where, full_precision)
-        else:
-            self.pages_of(self._layer().kv_cache).gather(*where)
+        where = block_table, starts, (latents, rotated), first
+        cache.gather(*where, *([full_precision] if isinstance(cache, CacheWithCopies) else []))
         if self.mean is not None:
             latents.add_(self.mean)
         return latents[:, 0], rotated

@@ -141,7 +141,11 @@ struct PrefillArguments {
   const u8* sinks;    // [query heads]
   int sinks_stride;
   int sinks_type;
-  i64 padding[7];     // to a multiple of 64 bytes
+  const float* query_scales;  // of 8-bit rows, [tokens, query heads]
+  const float* query_means;   // what the mean that was taken off the keys adds to a query's scores
+  const float* key_scales;    // [kv heads, rows of keys]: of a tile of keys, where its first one is
+  i64 key_scale_head;
+  i64 padding[3];     // to a multiple of 64 bytes
 };
 
 template <class A> DI float sink_of(const A& a, int head) {  // base 2; none: minus infinity

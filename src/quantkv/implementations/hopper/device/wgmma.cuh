@@ -57,7 +57,13 @@ template <int N> DI void keep_tiles(float (&d)[N][4]) {  // the compiler moves n
   for (int n = 0; n < N; n++) asm volatile("" : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])::"memory");
 }
 
+template <int N> DI void keep_tiles(int (&d)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; n++) asm volatile("" : "+r"(d[n][0]), "+r"(d[n][1]), "+r"(d[n][2]), "+r"(d[n][3])::"memory");
+}
+
 template <int N, bool BFLOAT> struct Wgmma;
+template <int N> struct IntegerWgmma;  // d += a b of 8-bit integers with signs, a [64, 32], both in shared memory
 #define TILE4(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define NUMBERS_1 "%0,%1,%2,%3"
 #define TILES_1 TILE4(0)
@@ -124,4 +130,21 @@ WGMMA(24, 192, 96, 97, 98, 99, 100, 101, 102)
 WGMMA(32, 256, 128, 129, 130, 131, 132, 133, 134)
 #undef WGMMA
 #undef WGMMA_OF
+#undef TILE4
+#define TILE4(n) "+r"(d[n][0]), "+r"(d[n][1]), "+r"(d[n][2]), "+r"(d[n][3])
+#define WGMMA(N, COLUMNS, A, B) \
+  template <> struct IntegerWgmma<N> { \
+    static DI void multiply(int (&d)[N][4], u64 a, u64 b) { \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n" #COLUMNS \
+                   "k32.s32.s8.s8 {" NUMBERS_##N "},%" #A ",%" #B ",p;}" \
+          : TILES_##N \
+          : "l"(a), "l"(b) \
+          : "memory"); \
+    } \
+  };
+WGMMA(10, 80, 40, 41)
+WGMMA(12, 96, 48, 49)
+WGMMA(16, 128, 64, 65)
+WGMMA(20, 160, 80, 81)
+#undef WGMMA
 #undef TILE4

@@ -6,7 +6,10 @@ A kept file is the SHA-256 of a cubin (32 bytes), then the cubin. A file that is
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Iterable
@@ -14,12 +17,14 @@ from functools import cache
 from pathlib import Path
 
 from .... import whole_file
-from ....under_way import compiling
+from ....under_way import compiling, in_processes
+from . import nvrtc_process
 
 HOPPER = Path(__file__).parent.parent
 DEVICE = HOPPER / "device"
 FOLDERS = tuple(HOPPER / name for name in ("device", "decode", "write", "prefill"))  # of headers, whose names are unique
 _IMPORT = threading.Lock()
+ELF = b"\x7fELF"
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -30,25 +35,36 @@ def compile_cubin(source: Path, macros: dict[str, object], snippets: Iterable[Pa
     Needs no GPU, and may run in several threads at once. A RuntimeWarning says once why no cubin can be kept; it is returned then, too.
     """
     with _IMPORT:  # half imported by one thread, modules lack names in another
+        import cuda.core  # noqa: F401
         from cuda.bindings import nvrtc
-        from cuda.core import Program, ProgramOptions
 
     snippets = list(dict.fromkeys(snippets))
     files = [find("encode.cuh"), *snippets, source] if snippets else [source]
     text = "".join(path.read_text() for file in files for path in _sources(file))
     defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
-    version = ".".join(str(n) for n in nvrtc.nvrtcVersion()[1:])
-    key = hashlib.sha256(f"{arch} {version} {source.name} {defines}{text}".encode()).hexdigest()[:32]
+    version = nvrtc.nvrtcVersion()[1:]
+    key = hashlib.sha256(f"{arch} {'.'.join(map(str, version))} {source.name} {defines}{text}".encode()).hexdigest()[:32]
     file = cache_folder() / f"{key}.checked-cubin"  # a file named .cubin is of an older release and has no digest
     if (code := _kept(file)) is not None:
         return code
     folders = dict.fromkeys(map(str, (*FOLDERS, *(path.parent for path in (source, *snippets)))))
-    options = ProgramOptions(std="c++17", arch=arch, include_path=list(folders), device_as_default_execution_space=True)
     includes = "".join(f'#include "{path}"\n' for path in files[:-1])
+    program = f'{defines}{includes}#line 1 "{source.name}"\n{source.read_text()}', arch, list(folders)
     with compiling(f"{source.name} by NVRTC"):
-        code = bytes(Program(f'{defines}{includes}#line 1 "{source.name}"\n{source.read_text()}', "c++", options).compile("cubin").code)
+        code = (_apart(version, *program) if in_processes() else None) or nvrtc_process.compiled(*program)
     _keep(file, code)
     return code
+
+
+def _apart(version: tuple[int, int], text: str, arch: str, folders: list[str]) -> bytes | None:
+    """The cubin by a process of its own: NVRTC has one lock for all threads of a process, and takes it 100,000 times a kernel. None: that
+    failed, and this process will say why, if it fails too."""
+    given = json.dumps({"version": version, "path": sys.path, "text": text, "arch": arch, "folders": folders})
+    try:
+        ended = subprocess.run([sys.executable, "-I", nvrtc_process.__file__], input=given.encode(), capture_output=True)
+    except OSError:
+        return None
+    return ended.stdout if ended.returncode == 0 and ended.stdout.startswith(ELF) else None
 
 
 def _kept(file: Path) -> bytes | None:

@@ -7,6 +7,7 @@ from ctypes import sizeof
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -26,7 +27,7 @@ SIZES = (64, 80, 96, 112, 128, 160, 192, 256)  # of heads: what products are as 
 @dataclass(frozen=True)
 class PrefillConfig:
     """What one compiled kernel is made for. group: query heads of a kv head. left: whether queries see only so far back; narrow: and that
-    is a few tiles of keys at most."""
+    is a few tiles of keys at most. eight: whether queries and keys are 8-bit integers."""
 
     head_size: int
     head_size_v: int
@@ -35,6 +36,7 @@ class PrefillConfig:
     left: bool
     narrow: bool
     softcap: bool
+    eight: bool = False
 
     @property
     def largest(self) -> int:
@@ -56,7 +58,7 @@ class PrefillConfig:
     def keys(self) -> int:
         """Keys of a tile: as many as registers and shared memory hold."""
         if self.consumers == 3:
-            return 128 if self.largest <= 64 else 96 if self.largest <= 96 else 80
+            return 128 if self.largest <= 64 and not self.eight else 96 if self.largest <= 96 else 80
         return 160 if self.largest <= 128 else 96 if self.largest <= 192 else 80
 
     @property
@@ -71,12 +73,13 @@ class PrefillConfig:
 
     def _shared_bytes(self, query_stages: int) -> int:
         """Queries, two stages of keys and values, counters, what is handed on; from a multiple of 1,024 bytes on."""
-        key, value = (-(-size // BOX) * 2 * BOX for size in (self.head_size, self.head_size_v))
+        key, value = (-(-size // BOX) * 2 * BOX for size in (self.head_size // (2 if self.eight else 1), self.head_size_v))
         return 1024 + query_stages * (64 * self.consumers * key + 16) + 2 * self.keys * (key + value) + 16 * 4 + (16 + 32) * 2
 
     def macros(self) -> dict[str, object]:
         """What the kernel is compiled with: the numbers that host and device share."""
         return {
+            "EIGHT": int(self.eight),
             "D": self.head_size,
             "DV": self.head_size_v,
             "GROUP": self.group,
@@ -136,6 +139,24 @@ def tensor_map(address: int, bf16: bool, shape: tuple[int, int, int], strides: t
     return ctypes.string_at(int(result[1].getPtr()), 128)
 
 
+class EightBitRows(NamedTuple):
+    """Queries and keys as `reference/eight_bit.py` has them, keys by blocks of `PrefillConfig.keys` of their sequence. queries: int8
+    `[M, HQ, D]`; query_scales, query_means: float32 `[M, HQ]`, the latter the query times the mean that was taken off the keys of its
+    sequence. keys: int8 `[HK, N, D]`; key_scales: float32 `[HK, N]`, of which those where a block begins are read. All are dense."""
+
+    queries: torch.Tensor
+    query_scales: torch.Tensor
+    query_means: torch.Tensor
+    keys: torch.Tensor
+    key_scales: torch.Tensor
+
+
+def config_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: tuple[int, int], softcap: float, eight: bool) -> PrefillConfig:
+    """What serves rows as of `attend`."""
+    near = mask[0] >= 0, 0 <= mask[0] < NARROW
+    return PrefillConfig(q.shape[2], v.shape[2], q.shape[1] // k.shape[0], q.dtype == torch.bfloat16, *near, softcap > 0, eight)
+
+
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -147,14 +168,14 @@ def attend(
     softcap: float,
     out: torch.Tensor | None,
     sinks: torch.Tensor | None = None,
+    eight: EightBitRows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows `[M, HQ, D_V]`, in out where it is given, and natural log-sum-exp `[M, HQ]` float32. q: `[M, HQ, D]`; k, v: `[HK, N, D]`,
     `[HK, N, D_V]`. longest: queries of the longest sequence. mask: keys before and behind its own that a query sees, -1: all. ends: where
     the queries of each sequence begin, and the last ones end; the same of the rows of keys; how many of these are keys: int32, on the
-    device. sinks: `[HQ]`, which log-sum-exps then have in them."""
-    config = PrefillConfig(
-        q.shape[2], v.shape[2], q.shape[1] // k.shape[0], q.dtype == torch.bfloat16, mask[0] >= 0, 0 <= mask[0] < NARROW, softcap > 0
-    )
+    device. sinks: `[HQ]`, which log-sum-exps then have in them. eight: in place of what q and k
+    hold, where it is given."""
+    config = config_of(q, k, v, mask, softcap, eight is not None)
     collected = wanted()
     if collected is not None:
         collected.append(config)
@@ -162,13 +183,17 @@ def attend(
     index = launch.device_index(q.device)
     if launch.current_device() != index:
         with torch.cuda.device(index):
-            return attend(q, k, v, scale, longest, mask, ends, softcap, out, sinks)
+            return attend(q, k, v, scale, longest, mask, ends, softcap, out, sinks, eight)
     q = q if launch.in_chunks(q) else q.contiguous()
     out = out if out is not None and launch.in_chunks(out) else q.new_empty(*q.shape[:2], v.shape[2])
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     heads, sequences, group = k.shape[0], len(ends[2]), q.shape[1] // k.shape[0]
     found = kernel(config, index)
     a = launch.arguments("PrefillArguments")()
+    if eight is not None:  # pairs of integers are moved as 16-bit numbers are
+        q, k = (t.view(torch.int16) for t in (eight.queries, eight.keys))
+        a.query_scales, a.query_means, a.key_scales = (t.data_ptr() for t in (eight.query_scales, eight.query_means, eight.key_scales))
+        a.key_scale_head = eight.key_scales.stride(0)
     for name, t in (("keys", k), ("values", v)):
         strides = (t.stride(0) * 2, t.stride(1) * 2)
         words = tensor_map(t.data_ptr(), config.bf16, tuple(t.shape), strides, config.keys)

@@ -5,8 +5,11 @@
 // warps queries. Keys go from the last to the first. While tensor cores multiply a tile of weights with values, a
 // consumer works out the weights of the next; two consumers take turns at the tensor cores.
 //
-// Compile-time, from prefill/__init__.py: D, DV, GROUP, CONSUMERS, KEYS (of a tile), STAGES, BF16, LEFT (queries see no
-// further than a.left), SOFTCAP, TURNS, QUERY_STAGES, CONSUMER_REGISTERS.
+// EIGHT: queries and keys are 8-bit integers, and a tile of keys has one scale. Sums begin at EIGHT_ZERO, so that their
+// bits are a float's, and no sum of theirs is converted.
+//
+// Compile-time, from prefill/__init__.py: EIGHT, D, DV, GROUP, CONSUMERS, KEYS (of a tile), STAGES, BF16, LEFT (queries
+// see no further than a.left), SOFTCAP, TURNS, QUERY_STAGES, CONSUMER_REGISTERS.
 #include "arguments.cuh"
 #include "pipeline.cuh"
 #include "wgmma.cuh"
@@ -16,7 +19,11 @@ constexpr int ROWS = 64 * CONSUMERS, TILES = KEYS / 8, VALUE_TILES = DV / 8;  //
 // threads that load queries; work that is known ahead
 constexpr int LOADERS = 64, WORKS = 2;                                        
 constexpr float LATE = 8.f;  // weights may grow to 2^LATE before what they add up to is rescaled
-constexpr int KEY_SLABS = (D + 63) / 64, VALUE_SLABS = (DV + 63) / 64, SLAB = KEYS * MATRIX_ROW;
+constexpr int WIDTH = EIGHT ? D / 2 : D;  // of a row of queries or keys, in 16-bit numbers
+constexpr u32 EIGHT_ZERO_BITS = 0x4b400000;  // 1.5 * 2^23: where floats are integers, and one apart
+constexpr float EIGHT_ZERO = 12582912.f;
+static_assert(!EIGHT || 127 * 127 * D < 1 << 22, "sums stay between 2^23 and 2^24");
+constexpr int KEY_SLABS = (WIDTH + 63) / 64, VALUE_SLABS = (DV + 63) / 64, SLAB = KEYS * MATRIX_ROW;
 constexpr int KEY_BYTES = KEY_SLABS * SLAB, VALUE_BYTES = VALUE_SLABS * SLAB, QUERY_SLAB = 64 * MATRIX_ROW,
               QUERY_BYTES = KEY_SLABS * QUERY_SLAB;
 constexpr int KEYS_AT = QUERY_STAGES * CONSUMERS * QUERY_BYTES, VALUES_AT = KEYS_AT + STAGES * KEY_BYTES,
@@ -69,6 +76,7 @@ DI Work work_of(const PrefillArguments& a, int i) {
   w.begin = a.queries[w.s], w.queries = a.queries[w.s + 1] - w.begin, w.used = a.used[w.s];
   const int end = a.right < 0 ? w.used : min(w.used, w.position(w.row + ROWS - 1) + a.right + 1);
   w.first = LEFT ? min(max(w.position(w.row) - a.left, 0), max(end - 1, 0)) : 0;
+  if (EIGHT) w.first -= w.first % KEYS;  // keys were rounded by tiles of the sequence
   w.tiles = w.row < w.queries * GROUP ? max((end - w.first + KEYS - 1) / KEYS, 1) : 0;
   return w;
 }
@@ -114,7 +122,7 @@ DI void fetch_queries(const PrefillArguments& a, u32 base, int thread) {
                 head = w.head * GROUP + (w.row + row) % GROUP;
       const u16* from = a.q + (w.begin + min(token, w.queries - 1)) * a.q_token + head * a.q_head + chunk * 8;
       const u32 to = ring.at() + row / 64 * QUERY_BYTES + chunk / 8 * QUERY_SLAB + matrix_chunk(row % 64, chunk % 8);
-      copy16_if(true, to, (const u8*)(chunk * 8 < D ? from : a.q), chunk * 8 < D ? 16 : 0);
+      copy16_if(true, to, (const u8*)(chunk * 8 < WIDTH ? from : a.q), chunk * 8 < WIDTH ? 16 : 0);
     }
     commit_copies();
     wait_for_all_copies_but<0>();
@@ -135,15 +143,33 @@ DI void transpose4(u32 (&x)[4], int c) {
         (c & bit ? x[i] : x[i | bit]) = other;
       }
 }
+DI i64 query_of(const PrefillArguments& a, const Work& w, int at) {  // a packed query row's number in [tokens, heads]
+  return (i64)(w.begin + min(at / GROUP, w.queries - 1)) * (a.kv_heads * GROUP) + w.head * GROUP + at % GROUP;
+}
 // What a consumer has of 64 rows; a lane has two, 8 apart.
 struct Rows {
   float s[TILES][4], o[VALUE_TILES][4], m[2], l[2];
   u32 p[KEYS / 16][4];
+  int sums[TILES][4];  // where EIGHT: in place of s until they are there
+  float scales[2], means[2], key_scale;
+
+  DI void begin(const PrefillArguments& a, const Work& w, int row) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      scales[r] = a.query_scales[query_of(a, w, row + 8 * r)] * a.scale;
+      if (SOFTCAP) means[r] = a.query_means[query_of(a, w, row + 8 * r)] * a.scale;
+    }
+  }
 
   // Scores to weights, relative to the largest so far; by what o is to be multiplied.
   template <bool MASKED>
   DI void weigh(const PrefillArguments& a, int key, const int (&low)[2], const int (&high)[2], float (&factor)[2]) {
-    const float scale = SOFTCAP ? 1.f : a.scale;
+    constexpr bool SHIFTED = EIGHT && !SOFTCAP;  // by EIGHT_ZERO, and not scaled yet
+    const float scale = SOFTCAP || EIGHT ? 1.f : a.scale;  // of m
+    float steps[2] = {scale, scale};                       // of s
+    if (EIGHT)
+#pragma unroll
+      for (int r = 0; r < 2; r++) steps[r] = scales[r] * key_scale;
     // two chains of each row
     float top[2][2] = {{minus_infinity(), minus_infinity()}, {minus_infinity(), minus_infinity()}}, sum[2][2] = {},
           above[2];
@@ -152,7 +178,9 @@ struct Rows {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         float& x = s[nt][e];
-        if (SOFTCAP) x = a.softcap - 2.f * a.softcap * inverse(1.f + pow2(x * a.scale));
+        if (EIGHT) x = as_float(sums[nt][e]);
+        if (EIGHT && SOFTCAP) x = fmaf(x - EIGHT_ZERO, steps[e / 2], means[e / 2]);
+        if (SOFTCAP) x = a.softcap - 2.f * a.softcap * inverse(1.f + pow2(EIGHT ? x : x * a.scale));
         if (MASKED) {
           const int k = key + nt * 8 + e % 2;
           if (k >= high[e / 2] || LEFT && k < low[e / 2]) x = minus_infinity();
@@ -163,14 +191,18 @@ struct Rows {
     for (int r = 0; r < 2; r++) {
       float most = fmaxf(top[r][0], top[r][1]);
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 1)), most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+      if (SHIFTED) most = (most - EIGHT_ZERO) * steps[r];
       const bool moves = most * scale > m[r] * scale + LATE;
       factor[r] = moves ? pow2((m[r] - most) * scale) : 1.f, m[r] = moves ? most : m[r];
       above[r] = MASKED && m[r] == minus_infinity() ? 0.f : m[r] * scale;
+      if (SHIFTED) above[r] = fmaf(EIGHT_ZERO, steps[r], above[r]);
+      else steps[r] = scale;
     }
 #pragma unroll
     for (int nt = 0; nt < TILES; nt++)
 #pragma unroll
-      for (int e = 0; e < 4; e++) s[nt][e] = pow2(fmaf(s[nt][e], scale, -above[e / 2])), sum[e / 2][e % 2] += s[nt][e];
+      for (int e = 0; e < 4; e++)
+        s[nt][e] = pow2(fmaf(s[nt][e], steps[e / 2], -above[e / 2])), sum[e / 2][e % 2] += s[nt][e];
 #pragma unroll
     for (int r = 0; r < 2; r++) l[r] = fmaf(l[r], factor[r], sum[r][0] + sum[r][1]);
   }
@@ -190,8 +222,21 @@ struct Rows {
 #pragma unroll
       for (int e = 0; e < 4; e++) o[n][e] *= factor[e / 2];
   }
+  DI void clear_sums() {
+#pragma unroll
+    for (int nt = 0; nt < TILES; nt++)
+      sums[nt][0] = sums[nt][1] = sums[nt][2] = sums[nt][3] = EIGHT_ZERO_BITS;
+  }
+  DI void keep_scores() { if constexpr (EIGHT) keep_tiles(sums); else keep_tiles(s); }
   DI void score(u32 queries, u32 keys) {
     const u64 q = matrix_descriptor(queries), k = matrix_descriptor(keys);
+    if constexpr (EIGHT) {
+#pragma unroll
+      for (int w = 0; w < (WIDTH + 15) / 16; w++)
+        IntegerWgmma<TILES>::multiply(
+            sums, q + (w / 4 * QUERY_SLAB + w % 4 * 32) / 16, k + (w / 4 * SLAB + w % 4 * 32) / 16);
+      return;
+    }
     Wgmma<TILES, BF16>::multiply<false>(s, q, k);
 #pragma unroll
     for (int w = 1; w < (D + 15) / 16; w++)
@@ -213,7 +258,9 @@ struct Rows {
       float sum = l[r];
       sum += __shfl_xor_sync(~0u, sum, 1), sum += __shfl_xor_sync(~0u, sum, 2);
       const int at = row + 8 * r, token = at / GROUP, head = w.head * GROUP + at % GROUP;
-      const float top = m[r] * (SOFTCAP ? 1.f : a.scale), sink = sink_of(a, head), best = fmaxf(top, sink);
+      float top = m[r] * (SOFTCAP || EIGHT ? 1.f : a.scale);
+      if (EIGHT && !SOFTCAP) top = fmaf(a.query_means[query_of(a, w, at)], a.scale, top);
+      const float sink = sink_of(a, head), best = fmaxf(top, sink);
       const float own = sum == 0.f ? 0.f : pow2(top - best),
                   all = fmaf(sum, own, best == minus_infinity() ? 0.f : pow2(sink - best));
       const float share = all == 0.f ? 0.f : own * inverse(all);  // what is no number stays none
@@ -276,7 +323,10 @@ DI void consume(const PrefillArguments& a, u32 base, int own) {
       if ((tile + 1) * KEYS > all_see || LEFT && tile * KEYS < all_in_window) x.weigh<true>(a, key, low, high, factor);
       else x.weigh<false>(a, key, low, high, factor);
     };
-    const auto score = [&] {
+    const float* scales = EIGHT ? a.key_scales + w.head * a.key_scale_head + a.rows[w.s] + w.first : nullptr;
+    if (EIGHT) x.begin(a, w, row);
+    const auto score = [&](int tile) {
+      if (EIGHT) x.key_scale = scales[tile * KEYS], x.clear_sums();
       keys.wait_until_there();
       if (TURNS) wait_for_turn(1 + own);
       __syncwarp();  // lanes may have left the loop that waits one after the other, and tensor cores want all of them
@@ -291,18 +341,18 @@ DI void consume(const PrefillArguments& a, u32 base, int own) {
       x.add_values(values.at());
       commit_products();
     };
-    score();
+    score(w.tiles - 1);
     if (TURNS) give_turn(2 - own);
     wait_for_all_products_but<0>();
-    keep_tiles(x.s), keys.done();
+    x.keep_scores(), keys.done();
     weigh(w.tiles - 1);
     x.round();
     for (int tile = w.tiles - 2; tile >= 0; tile--) {
-      score();
+      score(tile);
       add_values();
       if (TURNS) give_turn(2 - own);
       wait_for_all_products_but<1>();
-      keep_tiles(x.s), keys.done();
+      x.keep_scores(), keys.done();
       weigh(tile);
       wait_for_all_products_but<0>();
       keep_tiles(x.o), values.done();

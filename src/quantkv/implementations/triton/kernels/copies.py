@@ -227,8 +227,8 @@ def note_kernel(
     """Grid (tokens / TOKENS, heads): keep the K rows that were stored of tokens whose page has a copy."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1).to(tl.int64)
-    slot = tl.load(slots + token, mask=token < tokens, other=0).to(tl.int64)
-    target = tl.load(copy_slots + token, mask=token < tokens, other=-1).to(tl.int64)
+    slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
+    target = tl.load(copy_slots + token, mask=(token < tokens) & (slot >= 0), other=-1).to(tl.int64)
     kept = copies + (((target // PAGE) * HEADS + head) * PAGE + target % PAGE)[:, None] * (CODES + META)
     page = (slot // PAGE) * rows.page + head * rows.head
     column = tl.arange(0, CODES_TILE)[None, :]

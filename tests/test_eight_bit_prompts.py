@@ -1,0 +1,178 @@
+"""`prompt_precision="8bit"`: scores of prompts by products of 8-bit integers, beside attention in float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quantkv import assumed, implementations, ops
+from quantkv.implementations.batches import runs_of
+from quantkv.implementations.prefill import attend as prefill
+from quantkv.implementations.prefill import backends
+from quantkv.implementations.reference import eight_bit
+from quantkv.testing import SampleBatch, check, relative_error
+
+MUST = 0.02  # of an output on random rows; FlashAttention-3's fp8 is off by 0.049
+
+
+def random_rows(queries, keys, heads=4, head_size=128, shift=0.0):
+    """One kv head: queries `[heads, M, D]`, keys and values `[N, D]`, bf16 as float64. shift: of every key, the same."""
+    generator = torch.Generator().manual_seed(0)
+    normal = lambda *shape: torch.randn(*shape, generator=generator).bfloat16().double()
+    q, k, v = normal(heads, queries, head_size), normal(keys, head_size), normal(keys, head_size)
+    return q, (k + shift * normal(head_size)).bfloat16().double(), v
+
+
+def attention(score, v, queries):
+    """Causal attention by scores that are not scaled yet."""
+    keys = score.shape[-1]
+    ahead = torch.arange(keys) - torch.arange(keys - queries, keys)[:, None]
+    return (score * 128**-0.5).masked_fill(ahead > 0, -torch.inf).softmax(-1) @ v
+
+
+def test_rows_are_integers_and_the_nearest():
+    x = torch.randn(3, 70, 32, generator=torch.Generator().manual_seed(0))
+    x[1, 5] = 0
+    for block in (1, 64):
+        codes, scales = eight_bit.quantize(x, block)
+        assert torch.equal(codes, codes.to(torch.int8).float()) and codes.abs().max() == 127
+        assert ((codes * scales[..., None] - x).abs() <= scales[..., None] * 0.50001).all()
+        for first in range(0, 70, block):
+            mine = slice(first, first + block)
+            largest = x[:, mine].abs().amax((1, 2)).clamp_min(2.0**-40)
+            assert torch.equal(scales[:, mine], (largest / 127)[:, None].expand(3, len(range(70)[mine])))
+
+
+def test_sums_are_those_of_integers():
+    """Floats hold every product and sum of rows of 256 exactly."""
+    q, k = (torch.randn(2, 40, 256, generator=torch.Generator().manual_seed(n)) for n in range(2))
+    mean = k.mean(1, keepdim=True)
+    a, b = eight_bit.quantize(q), eight_bit.quantize(k - mean, 64)
+    integers = (a.codes.int()[:, :, None] * b.codes.int()[:, None]).sum(-1)
+    want = integers.double() * a.scales.double()[..., None] * b.scales.double()[:, None] + q.double() @ mean.double().mT
+    assert (eight_bit.scores(q, k).double() - want).abs().max() <= 2e-6 * want.abs().max()
+
+
+@pytest.mark.parametrize("block", [1, 64, 80, 128])
+def test_the_error_on_random_rows(block):
+    for queries, keys in ((1024, 1024), (128, 2048)):
+        q, k, v = random_rows(queries, keys)
+        want = attention(q @ k.mT, v, queries)
+        found = attention(eight_bit.scores(q.float(), k.float(), block).double(), v, queries)
+        assert 0.004 < relative_error(found, want) < 0.7 * MUST
+
+
+def test_the_mean_of_keys_costs_nothing():
+    """Keys that are shifted by eight times their spread: as they are, 8 bits are not enough; less their mean, they are what they were."""
+    q, k, v = random_rows(256, 1024, shift=8.0)
+    want = attention(q @ k.mT, v, 256)
+    found = attention(eight_bit.scores(q.float(), k.float()).double(), v, 256)
+    a, b = eight_bit.quantize(q), eight_bit.quantize(k, 64)
+    plain = attention((a.codes @ b.codes.mT) * a.scales[..., None] * b.scales, v, 256)
+    assert relative_error(found, want) < MUST < relative_error(plain, want)
+
+
+def test_the_mean_of_a_sample():
+    """At most 1,024 keys, from the first to the last part of the sequence."""
+    k = torch.arange(5000.0)[:, None].expand(5000, 4)
+    assert torch.equal(eight_bit.sample_mean(k)[0], torch.arange(0, 5000, 5).float().mean())
+    assert torch.equal(eight_bit.sample_mean(k[:1024])[0], k[:1024].mean(0)[0])
+
+
+def batch(queries, keys, fmt="none"):
+    """Normal rows in a cache, in place of those that break a quantizer: of these 8 bits lose more."""
+    b = SampleBatch.make(fmt, queries, keys, num_kv_heads=2, group=2, dtype=torch.float32)
+    key, value = (torch.randn(b.key.shape, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
+    b.cache.write(key, value, b.slots, b.positions, implementation="reference")
+    return replace(b, key=key, value=value)
+
+
+@pytest.mark.parametrize("fmt", ["none", "int8", "tq4", "int4"])
+def test_the_reference_serves_prompts(fmt):
+    """Whole ones and chunks on a cache, with a rotation and without, and what reads scores beside the softmax: softcap, sinks,
+    log-sum-exps. A sequence of few queries among them is at 16 bits."""
+    b = batch((130, 3, 128), (130, 40, 300), fmt)
+    for options in ({}, {"sinks": torch.linspace(-1, 2, 4)}, {"softcap": 5.0, "window": 70}):
+        (out, lse), (want, sums) = b.attend(prompt_precision="8bit", **options), b.oracle(**options)
+        prompts = torch.arange(261) < 130, torch.arange(261) >= 133
+        for mine in prompts:
+            assert 0.001 < relative_error(out[mine], want[mine]) < MUST
+            assert 1e-4 < (lse[mine] - sums[mine]).abs().max() < 0.2
+        plain, plain_lse = b.attend(**options)
+        assert torch.equal(out[130:133], plain[130:133]) and torch.equal(lse[130:133], plain_lse[130:133])
+
+
+def test_the_reference_computes_what_it_specifies():
+    """Scores of whole sequences by `eight_bit.scores`, written down once more."""
+    b = batch((200,), (300,))
+    out, lse = b.attend(prompt_precision="8bit")
+    q = b.q.transpose(0, 1).unflatten(0, (2, 2))
+    score = eight_bit.scores(q, b.key.transpose(0, 1)[:, None]).double() * 64**-0.5
+    ahead = torch.arange(300) - torch.arange(100, 300)[:, None]
+    score = score.masked_fill(ahead > 0, -torch.inf)
+    want = (score.softmax(-1) @ b.value.transpose(0, 1)[:, None].double()).flatten(0, 1).transpose(0, 1)
+    assert relative_error(out, want) < 1e-5  # a tile of queries reads all of the keys
+    assert (lse.T.unflatten(0, (2, 2)).double() - score.logsumexp(-1)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("fmt", ["none", "tq4"])
+def test_prefill_serves_them_where_a_dense_kernel_has_them(fmt):
+    """Whole and in slices, by the dense kernel of a CPU, which rounds rows that are mapped back: the integers are not the reference's."""
+    b = batch((130, 150), (130, 400), fmt)
+    lengths = ((130, 130), (150, 400))
+    call = b.call(prompt_precision="8bit", lengths=lengths, sinks=torch.linspace(-1, 2, 4))
+    want, sums = b.oracle(sinks=torch.linspace(-1, 2, 4))
+    ops.attend(call, "prefill")
+    for scratch_bytes in (prefill.SCRATCH_BYTES, 200 * 2 * 2 * 64 * 4):
+        out, lse = torch.empty_like(call.out), torch.empty_like(call.lse)
+        prefill.serve(replace(call, out=out, lse=lse), scratch_bytes=scratch_bytes)
+        assert 0.001 < relative_error(out, want) < MUST and 1e-4 < (lse - sums).abs().max() < 0.2
+        assert torch.equal(out, call.out) == (scratch_bytes == prefill.SCRATCH_BYTES)
+    assert implementations.refusal("prefill", b.call(prompt_precision="8bit")).startswith("prompt_precision: of several sequences")
+    assert backends.fitting(torch.device("cpu"), torch.float32, 64, 64, eight_bit=True) == ["math"]
+
+
+def test_a_gpu_that_is_no_hopper_has_none():
+    for name, there in (("h200", ["hopper"]), ("a100", [])):
+        with assumed.assuming(assumed.GPUS[name]):
+            assert backends.fitting(torch.device("cpu"), torch.bfloat16, 64, 64, eight_bit=True) == there
+
+
+def test_a_scale_of_the_tensor():
+    b = batch((130,), (130,))
+    call = b.call(prompt_precision="8bit")
+    (segment,) = call.segments
+    halved = replace(call, segments=(segment._replace(k=segment.k._replace(scale=0.5)),), out=None, lse=torch.empty_like(call.lse))
+    for a, b in zip(ops.attend(halved), ops.attend(replace(call, scale=call.scale / 2, out=None))):
+        assert torch.equal(a, b)
+
+
+def test_refused_by_name():
+    b = batch((130,), (130,), "int8")
+    for name in {*implementations.NAMES} - {"prefill", "reference"}:
+        with pytest.raises(ValueError, match="prompt_precision: not supported here; supported by prefill, reference"):
+            ops.attend(b.call(prompt_precision="8bit"), name)
+    for wrong in ("8", 8, None, torch.tensor(8)):
+        with pytest.raises(ValueError, match=r"prompt_precision=.*one of 16bit, 8bit"):
+            b.call(prompt_precision=wrong)
+    latents = SampleBatch.make("int8+none", (130,), (130,), head_size=64, head_size_v=32, num_kv_heads=1, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="prompt_precision=8bit: scores of latents"):
+        latents.call(prompt_precision="8bit")
+
+
+def test_a_batch_without_prompts_is_served_by_all():
+    b = batch((3, 1), (40, 20), "int8")
+    assert b.call(prompt_precision="8bit").options.prompt_precision == "8bit", "the lengths are not known"
+    assert b.call(prompt_precision="8bit", max_query_len=127).options.prompt_precision == "16bit"
+    assert b.call(prompt_precision="8bit", max_query_len=128).options.prompt_precision == "8bit"
+    check(b, b.attend(prompt_precision="8bit", max_query_len=3, implementation="cpu"))
+
+
+def test_runs_of_a_mixed_batch():
+    """Those that decode are at 16 bits, also in the calls of further layers."""
+    b = batch((1, 130), (20, 200), "int8")
+    call = b.call(prompt_precision="8bit", lengths=((1, 20), (130, 200)))
+    runs = runs_of(call)
+    assert [run.call.options.prompt_precision for run in runs] == ["16bit", "8bit"]
+    other = replace(call, options=replace(call.options))
+    assert [run.of(other).options.prompt_precision for run in runs] == ["16bit", "8bit"]
