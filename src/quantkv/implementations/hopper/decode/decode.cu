@@ -13,13 +13,11 @@
 // PARTIALS_AT_ONCE COMBINE_PACKED_ROWS COMBINE_SEQUENCES COMBINE_WARPS, and of the codecs
 // KEY_DIMENSIONS KEY_BITS KEY_META_BYTES KEY_HALF KEY_ODD_UNIT KEY_TABLE_BYTES TABLES_BYTES VALUE_BITS
 // VALUE_META_BYTES.
-#include "kernels.cuh"
 #include "query_mapper.cuh"
 #include "softmax.cuh"
 #include "unsplit.cuh"
+#include "work.cuh"
 
-// tiles of the positions that share a row, or 16, of the table of key means
-constexpr int BUCKET = 64 / TILE, GROUP_TILES = 16 * BUCKET;
 constexpr int AHEAD = STAGES - TILES_PER_STEP;  // tiles that are on their way
 
 // The N tiles of a step, from `slot` of the ring on; copies go into the slots `next`, of the step before.
@@ -40,13 +38,14 @@ DI void score_key_means(const AttendArguments& a, const OwnQuery& query, int hea
 
 // What warps ended with, combined.
 DI void finish(const AttendArguments& a, const Sequences& sequences, const OwnRun& run, const Unsplit& unsplit,
-    int worker, int head, int s, int packed_row0) {
+    int worker, const Work& work, int packed_row0) {
   const int warp = threadIdx.x / 32;
   int* ended_in = (int*)(shared + TABLES_BYTES + WARPS * WORKER_BYTES) + WARPS;
   if constexpr (UNSPLIT && INVARIANT) finish_unsplit_invariant(a, sequences, unsplit, warp, packed_row0);
   else if constexpr (UNSPLIT) finish_unsplit(a, sequences, unsplit, warp, packed_row0);
   else if (!INVARIANT)
-    combine_ends(a, sequences, ended_in, worker, run.is_of(worker) ? head * a.sequences + s : -1, s, packed_row0);
+    combine_ends(
+        a, sequences, ended_in, worker, run.is_of(worker) ? work.seq_head(a) : -1, work.sequence, packed_row0);
 }
 
 // Grid (blocks, packed query row groups).
@@ -59,25 +58,26 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
   const Sequences sequences = sequences_of(a, a.key_start, a.key_range, INVARIANT ? packed_row0 : 0);
   const Queries queries{a.q, a.q_token, a.q_head};
   const int window = a.window;
-  int head, s, tile, left;
+  Work work;
   OwnRun run;
   Unsplit unsplit;
-  if constexpr (UNSPLIT) unsplit.begin(a, sequences, warp, head, s, tile, left);
+  if constexpr (UNSPLIT) unsplit.begin(a, sequences, warp, work.kv_head, work.sequence, work.tile, work.left);
   else {
     run = OwnRun(sequences, a.resident);
     if (!run.is_of(worker - warp)) return;
     run.take(sequences, worker);
-    head = run.head, s = run.s, tile = run.tile, left = run.left;
+    work.take(run);
   }
   GivenQuery given;
   const auto is_mapper = [&](int nt) { return !SHARED_QUERIES || min(nt, unsplit.warps - 1) == warp - unsplit.first; };
-  if (KEY_MAP != MATRIX) given.ask(queries, a.key_map, sequences, s, head, packed_row0, is_mapper);
+  if (KEY_MAP != MATRIX)
+    given.ask(queries, a.key_map, sequences, work.sequence, work.kv_head, packed_row0, is_mapper);
   u32 ring = shared_address(shared) + TABLES_BYTES + warp * WORKER_BYTES;
   keep(ring);
-  Loader loader(sequences, a, head, s, tile, left);
+  Loader loader(sequences, a, work.kv_head, work.sequence, work.tile, work.left);
   QueryMapper mapper(queries, a.key_map, a.key_map_stride, sequences, packed_row0);
   if constexpr (KEY_MAP == MATRIX) {
-    if (lane == 0) begun_in[warp] = (INVARIANT ? run.is_of(worker) : left > 0) ? head * a.sequences + s : -1;
+    if (lane == 0) begun_in[warp] = (INVARIANT ? run.is_of(worker) : work.left > 0) ? work.seq_head(a) : -1;
     __syncthreads();
     mapper.begin(begun_in);
   }
@@ -86,11 +86,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
   fill_tables(warp);  // while the first tiles are on their way
   const Lane at(g, c);
   u32 slot = ring;
-  bool is_held = false;  // what a stretch of this sequence came to
-  OwnQuery query;  // of a (sequence, kv head), as what follows: where INVARIANT its next partial finds it here
-  OwnPartials own;
-  int len, context, low, high, all_see, all_in_window, scored;  // scored: group of key means, to shared memory
-  bool is_new = true;
+  OwnQuery query;  // of a (sequence, kv head): where INVARIANT its next partial finds it here
   if constexpr (UNSPLIT && INVARIANT) unsplit.meet();
   if constexpr (KEY_MAP == MATRIX) {
     mapper.finish(begun_in);
@@ -98,21 +94,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
   }
   if constexpr (SHARED_QUERIES)
     query.share(given, ring + MAPPED_AT, ring - (warp - unsplit.first) * WORKER_BYTES + QUERIES_AT, is_mapper);
-  while (left > 0) {
-    if (INVARIANT && is_new) own = OwnPartials(sequences, s, tile);
-    const int end = INVARIANT ? own.end() : min(sequences.last_tile(s), tile + min(left, MAX_TILES));
-    if (!INVARIANT || is_new) len = a.seq_lens[s] - sequences.start(s), context = len - sequences.queries(s);
-    left -= end - tile;
-    if (end > tile) {
-      if (!INVARIANT || is_new) {
+  while (work.left > 0) {
+    work.begin_stretch(a, sequences);
+    if (work.end > work.tile) {
+      if (work.needs_queries()) {
         if constexpr (!SHARED_QUERIES)
-          query.load(given, KEY_MAP == MATRIX ? mapper.mapped(begun_in, head * a.sequences + s) : ring + MAPPED_AT,
+          query.load(given, KEY_MAP == MATRIX ? mapper.mapped(begun_in, work.seq_head(a)) : ring + MAPPED_AT,
               ring + QUERIES_AT);
-        low = sequences.first_slot(s), high = sequences.slots(s);
-        all_see = (RANGES ? min(context + 1, high) : context + 1) / TILE;
-        all_in_window = window > 0 ? (sequences.lowest(len - 1, sequences.start(s)) + TILE - 1) / TILE : 0;
-        if (RANGES) all_in_window = max(all_in_window, (low + TILE - 1) / TILE);
-        scored = -1, is_new = false;
+        work.begin_sequence(sequences, window);
       }
       Softmax softmax;
       auto step = [&](auto count, auto masked) {
@@ -120,53 +109,47 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
         wait_for_all_copies_but<AHEAD - N>();
         __syncwarp();
         u32 tiles[N], means[N], next[N];
-        step_on(ring, slot, tile, tiles, means, next);
+        step_on(ring, slot, work.tile, tiles, means, next);
         softmax.template add<N, decltype(masked)::value>(
             tiles, means, at, query, scale, a.softcap, [&] { loader.next(next); },
             [&](int n, int half, int k) {
               // An empty packed query row sees what the last query does: `seen` depends on no row that is empty.
-              int key = (tile + n) * TILE + at.token + 8 * half,
-                  position = min(context + (packed_row0 + own_packed_row(k)) / GROUP, len - 1);
-              return key <= position &&
-                  (window <= 0 ||
-                      (CHUNKED ? key >= sequences.lowest(position, sequences.start(s)) : position - key < window)) &&
-                  (!RANGES || key >= low && key < high);
+              const int position = min(work.context + (packed_row0 + own_packed_row(k)) / GROUP, work.len - 1);
+              return work.sees(sequences, window, position, (work.tile + n) * TILE + at.token + 8 * half);
             },
-            [&](int n, int half) { return (tile + n) * TILE + at.token + 8 * half >= low; });
-        if (CENTRED_LATER && tile % 8 < N) softmax.centre();
-        tile += N;
+            [&](int n, int half) { return (work.tile + n) * TILE + at.token + 8 * half >= work.low; });
+        if (CENTRED_LATER && work.tile % 8 < N) softmax.centre();
+        work.tile += N;
       };
-      while (tile < end) {
-        // in between, every packed query row sees every token
-        const bool masked = tile < all_in_window || tile >= all_see;
-        int stop = min(end, tile < all_in_window ? all_in_window : tile < all_see ? all_see : end);
+      while (work.tile < work.end) {
+        const bool masked = work.is_masked();
+        int stop = min(work.end, work.tile < work.all_in_window ? work.all_in_window
+                : work.tile < work.all_see                      ? work.all_see
+                                                                : work.end);
         if (KEY_MEAN) {
-          const int group = min(tile / GROUP_TILES, a.key_mean_groups - 1);
-          stop = min(stop, (tile / GROUP_TILES + 1) * GROUP_TILES);
-          if (group != scored) score_key_means(a, query, head, scored = group, ring + RING_BYTES);
+          const int group = work.key_mean_group(a);
+          stop = min(stop, (work.tile / GROUP_TILES + 1) * GROUP_TILES);
+          if (group != work.scored)
+            score_key_means(a, query, work.kv_head, work.scored = group, ring + RING_BYTES);
         }
         if (!masked)
-          while (tile + TILES_PER_STEP <= stop) step(Constant<TILES_PER_STEP>{}, Constant<false>{});
-        while (tile < stop) step(Constant<1>{}, Constant<true>{});
+          while (work.tile + TILES_PER_STEP <= stop) step(Constant<TILES_PER_STEP>{}, Constant<false>{});
+        while (work.tile < stop) step(Constant<1>{}, Constant<true>{});
       }
       __syncwarp();  // the ring is free
-      const bool goes_on = !INVARIANT && left > 0 && end < sequences.last_tile(s);
-      u32* held = a.partials + ((i64)worker * a.all_packed_rows + packed_row0) * PARTIAL;  // nothing else is there yet
-      const int index = INVARIANT ? own.place(a) : 0;
+      const bool goes_on = !INVARIANT && work.left > 0 && work.end < sequences.last_tile(work.sequence);
+      u32* held = Work::held(a, worker, packed_row0);
+      const int index = INVARIANT ? work.own.place(a) : 0;
       const auto own_end = [&] { return (u32*)(shared + TABLES_BYTES + warp * WORKER_BYTES); };
-      u32* to = place_of(a, sequences, own, run.cut, head, s, packed_row0, left, own_end, goes_on, held);
+      u32* to = work.place(a, sequences, run.cut, packed_row0, own_end, goes_on, held);
       const auto place = [&](int r) { return UNSPLIT && INVARIANT ? unsplit.place(a, index, r) : to + r * PARTIAL; };
-      softmax.write(place, min(PACKED_ROWS, (INVARIANT ? len - context : sequences.queries(s)) * GROUP - packed_row0),
-          is_held ? held : nullptr);
-      is_held = goes_on;
+      softmax.write(place, work.packed_rows(sequences, packed_row0), work.is_held ? held : nullptr);
+      work.is_held = goes_on;
     }
-    if (left > 0 && !is_held && (!INVARIANT || end == own.past)) {
-      if (++s == a.sequences) s = 0, head++;
-      tile = sequences.first_tile(s), is_new = true;
-    }
-    if (KEY_MAP != MATRIX && !SHARED_QUERIES && left > 0 && (!INVARIANT || is_new))
-      given.ask(queries, a.key_map, sequences, s, head, packed_row0);
+    work.end_stretch(a, sequences);
+    if (KEY_MAP != MATRIX && !SHARED_QUERIES && work.left > 0 && work.needs_queries())
+      given.ask(queries, a.key_map, sequences, work.sequence, work.kv_head, packed_row0);
     else given.forget();
   }
-  finish(a, sequences, run, unsplit, worker, head, s, packed_row0);
+  finish(a, sequences, run, unsplit, worker, work, packed_row0);
 }

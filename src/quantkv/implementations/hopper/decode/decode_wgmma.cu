@@ -13,7 +13,7 @@
 //
 // Compile-time, from wgmma.py: as decode.cu; from latents.py: ROPE ROPE_SIZE LATENT_KEYS_AT_ONCE
 // LATENT_VALUES_AT_ONCE besides.
-#include "kernels.cuh"
+#include "work.cuh"
 #include "consumer_softmax.cuh"
 
 static_assert(!UNSPLIT, "consumer warpgroups leave their partials to combine_kernel");
@@ -36,52 +36,41 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
   OwnRun run(sequences, a.resident);
   if (!run.is_of(worker - warpgroup)) return;
   run.take(sequences, worker);
-  int head = run.head, s = run.s, kv_tile = run.tile, left = run.left;
+  Work work;
+  work.take(run);
   u32 base = shared_address(shared) + TABLES_BYTES + warpgroup * WORKER_BYTES;
   if (base % 1024) __trap();
   GivenQuery given;
-  if (!LATENTS && left > 0) given.ask(queries, a.key_map, sequences, s, head, packed_row0 + 8 * member);
-  KvTileLoader loader(sequences, a, member, head, s, kv_tile, left);
+  if (!LATENTS && work.left > 0)
+    given.ask(queries, a.key_map, sequences, work.sequence, work.kv_head, packed_row0 + 8 * member);
+  KvTileLoader loader(sequences, a, member, work.kv_head, work.sequence, work.tile, work.left);
   u32 slot = base + RING_AT, free_slot = slot + AHEAD * KV_TILE_BYTES;  // of the next KV tile, and of the one before
   for (int i = 0; i < AHEAD; i++) loader.next(slot + i * KV_TILE_BYTES + member * TILE_BYTES);
   fill_tables(warp);  // while the first tiles are on their way
   const WarpgroupLane at(member, warpgroup + 1, base, KEY_GAIN / Query::NORM / a.key_mean_gain);
   const WarpgroupQueries query{base};
   const float scale = a.scale * (LATENTS ? a.key_mean_gain : KEY_GAIN / Query::NORM);
-  bool is_held = false;  // what a stretch of this sequence came to
-  // Of a sequence and kv head, as in decode.cu.
-  OwnPartials own;
-  // scored: the group of key means whose scores are in shared memory
-  int len, context, low, high, all_see, all_in_window, scored;
-  bool is_new = true;
-  while (left > 0) {
-    if (INVARIANT && is_new) own = OwnPartials(sequences, s, kv_tile);
-    const int end =
-        INVARIANT ? own.end() : min(sequences.last_tile(s), kv_tile + min(left, max(MAX_TILES / WORKER_WARPS, 1)));
-    if (!INVARIANT || is_new) len = a.seq_lens[s] - sequences.start(s), context = len - sequences.queries(s);
-    left -= end - kv_tile;
-    if (end > kv_tile) {
+  while (work.left > 0) {
+    work.begin_stretch(a, sequences);
+    if (work.end > work.tile) {
       // what a partial ended with was told behind a barrier, and the next one tells behind another: no need to meet
-      if (!INVARIANT || is_new) {
-        if constexpr (LATENTS) LatentQueries{base}.load(queries, a, sequences, s, packed_row0, member, at.barrier);
-        else query.load(given, queries, a, sequences, s, head, packed_row0, member);
+      if (work.needs_queries()) {
+        if constexpr (LATENTS)
+          LatentQueries{base}.load(queries, a, sequences, work.sequence, packed_row0, member, at.barrier);
+        else query.load(given, queries, a, sequences, work.sequence, work.kv_head, packed_row0, member);
         stores_before_wgmma();
         meet(at.barrier);
-        low = sequences.first_slot(s), high = sequences.slots(s);
-        all_see = (RANGES ? min(context + 1, high) : context + 1) / KV_TILE;
-        all_in_window = window > 0 ? (sequences.lowest(len - 1, sequences.start(s)) + KV_TILE - 1) / KV_TILE : 0;
-        if (RANGES) all_in_window = max(all_in_window, (low + KV_TILE - 1) / KV_TILE);
-        keep(all_see), keep(all_in_window);
-        scored = -1, is_new = false;
+        work.begin_sequence(sequences, window);
+        keep(work.all_see), keep(work.all_in_window);
       }
       WarpgroupSoftmax softmax;
-      for (; kv_tile < end; kv_tile++) {
+      for (; work.tile < work.end; work.tile++) {
         if (KEY_MEAN) {
-          const int group = min(kv_tile / 16, a.key_mean_groups - 1);
-          if (group != scored) {
-            query.score_key_means(
-                a.key_mean + (i64)head * a.key_mean_stride, group, a.scale / Query::NORM * a.key_mean_gain, member);
-            scored = group;
+          const int group = work.key_mean_group(a);
+          if (group != work.scored) {
+            query.score_key_means(a.key_mean + (i64)work.kv_head * a.key_mean_stride, group,
+                a.scale / Query::NORM * a.key_mean_gain, member);
+            work.scored = group;
             meet(at.barrier);
           }
         }
@@ -92,41 +81,33 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
           meet(at.barrier);
           copies();
         }
-        const int key = kv_tile * KV_TILE + member * TILE + at.token;  // of this lane, and the one 8 further
-        // in between, every packed query row sees every token
-        const bool masked = kv_tile < all_in_window || kv_tile >= all_see;
+        const int key = work.tile * KV_TILE + member * TILE + at.token;  // of this lane, and the one 8 further
+        const bool masked = work.is_masked();
         softmax.add(
-            slot, at, kv_tile, scale, a.softcap, masked, [&] { if (!COPIES_FIRST) copies(); },
+            slot, at, work.tile, scale, a.softcap, masked, [&] { if (!COPIES_FIRST) copies(); },
             [&](int half, int nt, int e) {
-              const int k = key + 8 * half, position = context + (packed_row0 + nt * 8 + 2 * (lane % 4) + e) / GROUP;
-              return k <= position &&
-                  (window <= 0 ||
-                      (CHUNKED ? k >= sequences.lowest(position, sequences.start(s)) : position - k < window)) &&
-                  (!RANGES || k >= low && k < high);
+              const int position = work.context + (packed_row0 + nt * 8 + 2 * (lane % 4) + e) / GROUP;
+              return work.sees(sequences, window, position, key + 8 * half);
             },
-            [&](int half) { return key + 8 * half >= low; });
+            [&](int half) { return key + 8 * half >= work.low; });
         free_slot = slot,
         slot = slot == base + RING_AT + (STAGES - 1) * KV_TILE_BYTES ? base + RING_AT : slot + KV_TILE_BYTES;
       }
-      // A run's last partial goes over queries and weights, to be combined; another's sequence is at its end, or goes
-      // on.
-      const bool goes_on = !INVARIANT && left > 0 && end < sequences.last_tile(s);
-      u32* held = a.partials + ((i64)worker * a.all_packed_rows + packed_row0) * PARTIAL;  // nothing else is there yet
+      const bool goes_on = !INVARIANT && work.left > 0 && work.end < sequences.last_tile(work.sequence);
+      u32* held = Work::held(a, worker, packed_row0);
+      // over queries and weights
       const auto own_end = [&] { return (u32*)(shared + TABLES_BYTES + warpgroup * WORKER_BYTES); };
-      u32* to = place_of(a, sequences, own, run.cut, head, s, packed_row0, left, own_end, goes_on, held);
-      softmax.write(to, at, min(PACKED_ROWS, (INVARIANT ? len - context : sequences.queries(s)) * GROUP - packed_row0),
-          is_held ? held : nullptr);
-      is_held = goes_on;
+      u32* to = work.place(a, sequences, run.cut, packed_row0, own_end, goes_on, held);
+      softmax.write(to, at, work.packed_rows(sequences, packed_row0), work.is_held ? held : nullptr);
+      work.is_held = goes_on;
     }
-    if (left > 0 && !is_held && (!INVARIANT || end == own.past)) {
-      if (++s == a.sequences) s = 0, head++;
-      kv_tile = sequences.first_tile(s), is_new = true;
-    }
+    work.end_stretch(a, sequences);
     if (LATENTS) continue;
-    if (left > 0 && (!INVARIANT || is_new)) given.ask(queries, a.key_map, sequences, s, head, packed_row0 + 8 * member);
+    if (work.left > 0 && work.needs_queries())
+      given.ask(queries, a.key_map, sequences, work.sequence, work.kv_head, packed_row0 + 8 * member);
     else given.forget();
   }
   int* ended_in = (int*)(shared + TABLES_BYTES + WORKERS * WORKER_BYTES);
   if (!INVARIANT)
-    combine_ends(a, sequences, ended_in, worker, run.is_of(worker) ? head * a.sequences + s : -1, s, packed_row0);
+    combine_ends(a, sequences, ended_in, worker, run.is_of(worker) ? work.seq_head(a) : -1, work.sequence, packed_row0);
 }

@@ -41,36 +41,6 @@ DI void combine_ends(const AttendArguments& a, const Sequences& sequences, int* 
       [&](int packed_row, int at, u32 x, u32 y) { *(uint2*)(to + packed_row * PARTIAL + at) = make_uint2(x, y); });
 }
 
-// The partials of a sequence and kv head that a worker has one after the other, from that with tile `tile` on, of a cut
-// that is INVARIANT.
-struct OwnPartials {
-  // tiles: the sequence's first, their number, that behind the last; partials, and which is next
-  int first, all, past, count, index;
-  DI OwnPartials() {}
-  DI OwnPartials(const Sequences& sequences, int s, int tile)
-      : first(sequences.first_tile(s)), all(sequences.tiles(s)), past(first + all), count(Sequences::partials(all)),
-        index(Sequences::partial_at(tile - first, all, count)) {}
-  DI int end() const { return first + Sequences::partial_begin(index + 1, all, count); }
-  // lengths may be beyond their bound
-  DI int place(const AttendArguments& a) const { return min(index, a.partial_slots - 1); }
-  DI u32* next(const AttendArguments& a, const Sequences& sequences, int head, int s) {  // where it goes
-    const int row = place(a);
-    index++;
-    return a.partials + (((i64)head * a.sequences + s) * a.partial_slots + row) * a.all_packed_rows * PARTIAL +
-        (i64)sequences.packed_row0 * PARTIAL;
-  }
-};
-
-// Where a worker's partial goes. The last of its run goes to own_end(), in shared memory, to be combined; another's
-// sequence is at its end, or goes on: it is `held` for what is to come of it.
-template <class OwnEnd> DI u32* place_of(const AttendArguments& a, const Sequences& sequences, OwnPartials& own,
-    const Cut& cut, int head, int s, int packed_row0, int left, OwnEnd own_end, bool goes_on, u32* held) {
-  if (INVARIANT) return own.next(a, sequences, head, s);
-  if (left == 0) return own_end();
-  if (goes_on || UNSPLIT) return held;
-  return a.partials + ((i64)(cut.workers + head * a.sequences + s) * a.all_packed_rows + packed_row0) * PARTIAL;
-}
-
 // combine_kernel: a warp a packed query row; combine_one_kernel: a block, for few sequences, which have many partials.
 #define COMBINE(NAME, N, S, COMBINERS, BLOCKS) \
   extern "C" __global__ void __launch_bounds__(32 * N * S * COMBINERS, BLOCKS) \
