@@ -69,13 +69,13 @@ class Progress:
     """A thread that prints how far a run has come every 10 s, so that a run that is stopped, or hangs in a case, has said so."""
 
     def __init__(self, line: Callable[[], str]) -> None:
-        self.line, self.ended = line, threading.Event()
+        self.line, self.ended, self.to = line, threading.Event(), sys.stderr  # which a target may put another stream in place of
         self.thread = threading.Thread(target=self._print, daemon=True)
 
     def _print(self) -> None:
         began = time.monotonic()
         while not self.ended.wait(EVERY):
-            print(f"{time.monotonic() - began:.0f} s: {self.line()}", file=sys.stderr, flush=True)
+            print(f"{time.monotonic() - began:.0f} s: {self.line()}", file=self.to, flush=True)
 
     def __enter__(self) -> None:
         self.thread.start()

@@ -27,7 +27,7 @@ TARGETS = {
     "gfx942": (GPUTarget("hip", "gfx942", 64), launch.Target(0, "ieee", 304)),
     "gfx950": (GPUTarget("hip", "gfx950", 64), launch.Target(0, "ieee", 256)),
 }
-KERNELS = {write: ("write_kernel",), attend: ("attend_kernel", "combine_kernel"), prefill: ("gather_kernel", "fold_kernel")}
+KERNELS = {write: ("write_kernel",), attend: ("attend_kernel", "combine_kernel"), prefill: ("gather_kernel", "patch_kernel", "fold_kernel")}
 COPIES = ("doubt_kernel", "claim_kernel", "take_kernel", "lay_out_kernel", "note_kernel")
 KERNELS |= {own: ("own_rows_kernel",)}
 OF_LATENTS = {latents: ("attend_latents_kernel", "map_rows_kernel"), attend: ("combine_kernel",), gather: ("gather_rows_kernel",)}
@@ -64,8 +64,11 @@ def every_option(num_seqs, heads, queries):
 
 
 def compile_steps(cache, rows, widest, every_way):
-    """What prefill launches around a dense kernel: keys and values gathered, up to a head size mapped back, queries mapped, outputs
-    combined and mapped back. every_way: also not mapped back, and into another layout of the scratch, which no codec knows of."""
+    """What prefill launches around a dense kernel: keys and values gathered, up to a head size mapped back, copies put in their places,
+    queries mapped, outputs combined and mapped back. every_way: also not mapped back, and into another layout of the scratch, which no
+    codec knows of."""
+    kept = PagedCache(get_format("none", rows.dtype).cache_spec(8, rows.shape[2]), 4)
+    latest = kept.segment(torch.zeros(2, 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int32))
     scratch = [torch.empty(8, 256, rows.shape[2], dtype=rows.dtype) for _ in "kv"]
     alone, several = (
         Round((KeySlice(0, 200, 0, 200, 0, room), *more), CAUSAL, 256)
@@ -75,6 +78,7 @@ def compile_steps(cache, rows, widest, every_way):
     for back in (True, False) if narrow and every_way else (narrow,):
         steps = prefill.TritonSteps((cache.k, cache.v), cache.format, cache.maps, 8, back)
         steps.gather(torch.zeros(2, 16, dtype=torch.int32), alone, scratch)
+        steps.patch(latest, alone.reads[0], 200, scratch)
         if every_way:
             steps.gather(torch.zeros(2, 16, dtype=torch.int32), several, [t.view(256, 8, -1).transpose(0, 1) for t in scratch])
     steps = prefill.TritonSteps((cache.k, cache.v), cache.format, cache.maps, 8, False)

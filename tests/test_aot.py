@@ -141,7 +141,7 @@ def test_compiles_over_latents(results, case):
 def test_compiles(results, case):
     compiled = results[case].result()[case]
     assert not isinstance(compiled, str), compiled
-    steps = {"gather_kernel", "fold_kernel"} if case[5:] != (False,) else set()
+    steps = {"gather_kernel", "patch_kernel", "fold_kernel"} if case[5:] != (False,) else set()
     written = set() if case[0] == "trellis2" else {"write_kernel"}  # rows that the reference searches
     own = {"own_rows_kernel"} if case[4:5] == (True,) else set()
     assert {kernel for kernel, _ in compiled} == {"attend_kernel", "combine_kernel"} | written | steps | own

@@ -17,7 +17,6 @@ from quantkv.implementations import refusal
 from quantkv.implementations.hopper.host import launch
 from quantkv.implementations.prefill import attend as prefill
 from quantkv.implementations.prefill import backends, cudnn_graph, flash3
-from quantkv.implementations.prefill import steps as prefill_steps
 from quantkv.implementations.prefill.plan import KeySlice
 
 HEADS, HEAD_SIZE, BLOCK = 2, 64, 16
@@ -359,13 +358,14 @@ def test_segments_beside_one_that_holds_all_positions(name, slice_tokens, back, 
     assert (call.lse - sums).abs().max() <= FLOAT32 * sums.abs().max()
 
 
-def test_exact_rows_that_the_table_has_no_room_for_are_not_looked_for():
+@pytest.mark.parametrize("triton", TRITON)
+def test_exact_rows_that_the_table_has_no_room_for_are_not_looked_for(triton):
     """Numbers of another step, over which engines run kernels before there are sequences: nothing is written over."""
     pages = quantkv.PagedCache(get_format("int4").cache_spec(2, 64), 40)
     copies = quantkv.PagedCache(get_format("none", torch.float32).cache_spec(2, 64), 2)
     copies.buffer.fill_(0xFF)
     table, start = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    steps = prefill_steps.TorchSteps((pages.k, pages.v), pages.format, pages.maps, 2)
+    steps = prefill._steps(triton)((pages.k, pages.v), pages.format, pages.maps, 2)
     scratch = [torch.ones(2, 600, 64), torch.ones(2, 600, 64)]
     steps.patch(copies.segment(table, start), KeySlice(0, 1, 0, 600, 0, 600), 600, scratch)
     assert all(bool((t == 1).all()) for t in scratch)

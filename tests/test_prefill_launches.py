@@ -11,10 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+import direct
 import prefill_backends
 from quantkv import LayerMaps, LinearMap, PagedCache, get_format, testing
 from quantkv.implementations.prefill import attend as prefill
 from quantkv.implementations.prefill import backends, cudnn_graph, flash3
+from quantkv.implementations.prefill.plan import KeySlice
 
 pytest.importorskip("triton")
 
@@ -93,7 +95,7 @@ def counts(monkeypatch):
 def played(monkeypatch):
     """Puts `Played` in the place of the kernels; how many launches went through Triton, and how many did not."""
     found = {"compiled": 0, "again": 0}
-    for name in ("gather_kernel", "fold_kernel"):
+    for name in ("gather_kernel", "patch_kernel", "fold_kernel"):
         monkeypatch.setattr(triton_steps, name, Played(getattr(triton_steps, name), found))
     monkeypatch.setattr(launch, "current_stream", lambda device: "stream")
     monkeypatch.setattr(prefill, "_steps", lambda triton: triton_steps.TritonSteps)
@@ -188,6 +190,62 @@ def test_sequences_that_have_rounds_of_their_own(counts):
         prefill.follow(call, plan, True)
         checked(b, call, options)
         assert (counts["compiled"] == 0) == (n == 1)
+
+
+def with_copies(call, n):
+    """The same call with the first keys of each sequence, and its latest ones, in pages of rows as they were given."""
+    lens, pages = call.batch.seq_lens.int(), call.segments[0]
+    copies = PagedCache(get_format("fp32").cache_spec(2, SIZE, block_size=16), 2 * 2 * len(lens), DEVICE)
+    copies.buffer.fill_(testing.POISON)
+    rows = torch.randn(2, 16 * copies.num_blocks, 2, SIZE, generator=torch.Generator().manual_seed(n)).to(DEVICE)
+    copies.write(*rows, torch.arange(16 * copies.num_blocks, device=DEVICE))
+    first, latest = torch.randperm(copies.num_blocks, generator=torch.Generator().manual_seed(n)).to(DEVICE).int().view(2, len(lens), 2)
+    begin, end = (lens - 9).clamp(0, 20), (lens - 9).clamp(min=0)
+    ranges = [torch.stack(bounds, 1) for bounds in ((begin, end), (torch.zeros_like(begin), begin))]
+    main = pages._replace(key_range=ranges[0], complete=True)
+    return call.with_tensors(call.q, call.out, call.lse, (main, copies.segment(first, None, ranges[1]), copies.segment(latest, end)))
+
+
+@pytest.mark.parametrize("kind,back", [("int8", 0), ("signs", 0), ("signs", 1), ("maps", 0), ("maps, gains", 0), ("maps, gains", 1)])
+def test_copies_are_put_in_their_places_by_one_launch(kind, back, monkeypatch):
+    """For each sequence and segment, of which the second layer's is one that is kept."""
+    counts = {} if GPU else played(monkeypatch)
+    monkeypatch.setattr(prefill, "MAPPED_BACK", 1000 * back)
+    made, patched = [], triton_steps.TritonSteps._patch_launch
+    monkeypatch.setattr(triton_steps.TritonSteps, "_patch_launch", lambda *given: made.append(patched(*given)) or made[-1])
+    monkeypatch.setattr(triton_steps.TorchSteps, "patch", None)
+    plan = None
+    for n in (1, 2):
+        call = with_copies(layer(kind, n)[1], n)
+        plan = plan or prefill.plan(call, backend="math")
+        counts.update(compiled=0)
+        prefill.follow(call, plan, True)
+        batch = {"cu_seqlens_q": call.batch.cu_seqlens_q, "seq_lens": call.batch.seq_lens, "scale": call.scale}
+        expected, sums = direct.attend_segments(call.q, call.segments, **batch, dtype=torch.float64)
+        assert testing.relative_error(call.out, expected) < 1e-4 and (call.lse - sums).abs().max() < 1e-4 * sums.abs().max()
+        assert GPU or (counts["compiled"] > 0) == (n == 1)
+    assert len(made) == 2 * len(call.batch.seq_lens)
+
+
+@pytest.mark.parametrize("kind", ["int8", "maps, gains"])
+@pytest.mark.parametrize("token_major", [False, True])
+def test_copies_of_alike_sequences(kind, token_major, counts):
+    """In both layouts of the scratch, of two slices that differ in their sequence and place alone, as by PyTorch, to the bit or nearly."""
+    _, call, _ = layer(kind, 1, ((40, 40), (70, 70)))
+    pages, _, latest = with_copies(call, 3).segments
+    latest = latest._replace(key_range=torch.tensor([[64, 68], [66, 70]]), key_start=torch.tensor([60, 61], dtype=torch.int32))
+    sides = (pages.k, pages.v), pages.fmt, pages.maps, 2
+    ways, rows = (triton_steps.TorchSteps(*sides), triton_steps.TritonSteps(*sides, launches={})), []
+    for steps in ways:
+        scratch = torch.zeros(2, 256, 2, SIZE) if token_major else torch.zeros(2, 2, 256, SIZE)
+        scratch = [t.transpose(0, 1) if token_major else t for t in scratch]
+        for sequence in (0, 1):
+            steps.patch(latest, KeySlice(sequence, 70, 50, 20, 128 * sequence + 3, 100), 70, scratch)
+        rows.append(torch.stack(scratch))
+    torch.testing.assert_close(rows[1], rows[0], rtol=1e-5, atol=1e-5)
+    filled = [bool((rows[0][:, :, at] != 0).any()) for at in range(256)]
+    assert [at for at in range(256) if filled[at]] == [17, 18, 19, 20, 147, 148, 149, 150]
+    assert counts == {"compiled": 2, "again": 0}  # of two sequences: each has its own
 
 
 def strided(call):

@@ -140,6 +140,112 @@ def gather_kernel(
         )  # fmt: skip
 
 
+class CopiesView(NamedTuple):
+    """Pages of rows as they were given, `[num_blocks, block_size, HK, D]`. Strides in elements."""
+
+    ptr: Any
+    stride_page: Any
+    stride_slot: Any
+    stride_head: Any
+
+
+class HeldView(NamedTuple):
+    """Which keys of each sequence a segment holds."""
+
+    table: Any  # [S, width]
+    stride: Any
+    width: Any
+    key_start: Any = None  # [S]
+    key_range: Any = None  # [S, 2]
+
+
+@triton.jit
+def patch_rows(
+    pages,
+    map,
+    held,
+    target,
+    head,
+    sequence,
+    low,
+    high,
+    row,
+    room,
+    factor,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOKEN_MAJOR: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Those of the keys low to high that a segment holds, mapped if there is a map, times factor, over rows of `target` from `row` on."""
+    index = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    key = low + index
+    real = key < high
+    slot = key
+    if held.key_start is not None:
+        slot -= tl.load(held.key_start + sequence).to(tl.int32)
+    real &= (slot >= 0) & (slot < held.width * PAGE)
+    if held.key_range is not None:
+        real &= (key >= tl.load(held.key_range + 2 * sequence)) & (key < tl.load(held.key_range + 2 * sequence + 1))
+    page = tl.load(held.table + sequence.to(tl.int64) * held.stride + slot // PAGE, mask=real, other=0).to(tl.int64)
+    rows = pages.ptr + page * pages.stride_page + slot % PAGE * pages.stride_slot + head * pages.stride_head
+    column = tl.arange(0, WIDTH)
+    MAPPED: tl.constexpr = map.matrix is not None
+    CHUNK: tl.constexpr = 64 if MAPPED and WIDTH > 64 else WIDTH
+    result = tl.zeros([BLOCK_N, WIDTH], tl.float32)
+    for start in tl.static_range(0, D, CHUNK):
+        part = start + tl.arange(0, CHUNK)[None, :]
+        x = tl.load(rows[:, None] + part, mask=real[:, None] & (part < D), other=0.0)
+        if MAPPED:
+            result = map_product(x, load_matrix(map, head, column, start, D, CHUNK), result, "ieee")
+        else:
+            result = x.to(tl.float32)
+    if TOKEN_MAJOR:
+        to = (row + index).to(tl.int64) * tl.num_programs(1) + head
+    else:
+        to = head * room + row + index
+    x = (result * factor).to(target.dtype.element_ty)
+    tl.store(target + to[:, None] * D + column[None, :], x, mask=real[:, None] & (column < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["sequence", "low", "high", "row", "room"])
+def patch_kernel(
+    k_pages,
+    v_pages,
+    k_map,
+    v_map,
+    held,
+    keys,
+    values,
+    sequence,
+    low,
+    high,
+    row,
+    room,
+    k_factor,
+    v_factor,
+    PAGE: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE_V: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOKEN_MAJOR: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Grid (blocks of keys, kv heads, 2: K and V). SIZE, SIZE_V: numbers of a row; WIDTH: a power of two that is no smaller than these."""
+    head = tl.program_id(1).to(tl.int64)
+    if tl.program_id(2) == 0:
+        patch_rows(
+            k_pages, k_map, held, keys, head, sequence, low, high, row, room, k_factor,
+            PAGE, SIZE, WIDTH, TOKEN_MAJOR, BLOCK_N,
+        )  # fmt: skip
+    else:
+        patch_rows(
+            v_pages, v_map, held, values, head, sequence, low, high, row, room, v_factor,
+            PAGE, SIZE_V, WIDTH, TOKEN_MAJOR, BLOCK_N,
+        )  # fmt: skip
+
+
 @triton.jit
 def row_pointers(rows, token, head):
     """Where the row of a token and head begins."""

@@ -32,6 +32,14 @@ def gain(map_: LinearMap | None) -> float:
     return 2.0 ** round(math.log2(stretch)) if 0 < stretch < math.inf else 1.0
 
 
+def reachable(segment: Segment, read: KeySlice, keys: int) -> tuple[int, int]:
+    """The keys of a slice of a sequence of `keys` tokens, from one to before another, that a segment may hold, by what the host knows: with
+    key_start the last ones, as many as its table has room for; else the first."""
+    room = segment.block_table.shape[1] * segment.k.codes.shape[1]
+    low, high = (0, min(room, keys)) if segment.key_start is None else (max(keys - room, 0), keys)
+    return max(low, read.first), min(high, read.first + read.count)
+
+
 class TorchSteps:
     """What happens around the dense kernel, in PyTorch. maps, sides: of K and V; scratch: `[HK, N, D]` of each.
 
@@ -87,14 +95,13 @@ class TorchSteps:
     def patch(self, segment: Segment, read: KeySlice, keys: int, scratch: list[torch.Tensor]) -> None:
         """Put the keys and values that another segment holds of a sequence of `keys` tokens in their places of what `gather` filled.
 
-        Which they are is on the device: with key_start the last ones, as many as its table has room for, or fewer; else the first."""
+        Which of the `reachable` ones these are is on the device."""
+        low, high = reachable(segment, read, keys)
+        if low >= high:
+            return
         sequence, first = read.sequence, read.first
         size, table = segment.k.codes.shape[1], segment.block_table[sequence]
         room = len(table) * size
-        low, high = (0, min(room, keys)) if segment.key_start is None else (max(keys - room, 0), keys)
-        low, high = max(low, first), min(high, first + read.count)
-        if low >= high:
-            return
         position = torch.arange(low, high, device=table.device)
         slot = position if segment.key_start is None else position - segment.key_start[sequence]
         here = (slot >= 0) & (slot < room)

@@ -8,23 +8,28 @@ from functools import cached_property
 import torch
 import triton
 
-from ...calls import PagedTensor
+from ...calls import PagedTensor, Segment
 from ...format import Codec
-from ...maps import LinearMap
+from ...maps import LayerMaps, LinearMap
 from ..triton import launch
 from ..triton.kernels.views import MapView, RowsView
 from ..triton.launch import Launch, Target
-from .kernels import PlacesView, fold_kernel, gather_kernel
-from .plan import Round
-from .steps import Partial, TorchSteps, gain
+from .kernels import CopiesView, HeldView, PlacesView, fold_kernel, gather_kernel, patch_kernel
+from .plan import KeySlice, Round
+from .steps import Partial, TorchSteps, gain, reachable
 
 # What differs between calls that one launch serves.
 GATHER_PLACES = (
     "k_pages.words", "k_pages.meta", "v_pages.words", "v_pages.meta", "k_map.matrix", "k_map.key_mean", "v_map.matrix",
     "places.table", "places.blocks", "keys", "values",
 )  # fmt: skip
+PATCH_BLOCK = 16  # keys of a program that puts copies in their places
 REPEAT = 8  # blocks of a program that maps rows of more than 128 dimensions back: the matrix is read once for all of them
 GATHER_NUMBERS = ("k_factor", "v_factor", "k_back", "v_back")
+PATCH_PLACES = (
+    "k_pages.ptr", "v_pages.ptr", "k_map.matrix", "v_map.matrix", "held.table", "held.key_start", "held.key_range", "keys", "values",
+)  # fmt: skip
+PATCH_NUMBERS = ("k_factor", "v_factor")
 FOLD_PLACES = ("a.ptr", "b.ptr", "a_lse.ptr", "b_lse.ptr", "out_lse.ptr", "out.ptr", "map.matrix", "sinks")
 FOLD_NUMBERS = ("factor",)
 
@@ -144,6 +149,52 @@ class TritonSteps(TorchSteps):
         if not self.back:
             return None, map_.operands.mapped_key_mean
         return map_.operands.output, launch.dense_rows(map_.key_mean)
+
+    def patch(self, segment: Segment, read: KeySlice, keys: int, scratch: list[torch.Tensor]) -> None:
+        """As there: by one launch, where the segment's rows are as they were given."""
+        sides, codecs = (segment.k, segment.v), (segment.fmt.k, segment.fmt.v)
+        if any(codec.row.code_bits < 16 for codec in codecs) or segment.maps != LayerMaps():
+            return super().patch(segment, read, keys, scratch)
+        low, high = reachable(segment, read, keys)
+        if low >= high:
+            return
+        table, key_start = segment.block_table, segment.key_start
+        table = table if table.stride(1) == 1 else table.contiguous()
+        held = table, launch.dense(key_start), launch.dense(segment.key_range)
+        operands = [None if map_ is None else map_.operands for map_ in self.maps]
+        matrices = [None if given is None else given.forward for given in operands]
+        tensors = (*(side.codes for side in sides), *matrices, *held, *scratch)
+        factors = [1.0 if given is None else given.forward_factor / gain_ for given, gain_ in zip(operands, self.gains)]
+        numbers = [side.scale * factor for side, factor in zip(sides, factors)]
+        key = ("patch", read, low, high, *(None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors))
+        self._launch(key, tensors, numbers, lambda: self._patch_launch(tensors, numbers, read, low, high))
+
+    def _patch_launch(self, tensors: Sequence, numbers: Sequence[float], read: KeySlice, low: int, high: int) -> Launch:
+        k, v, k_matrix, v_matrix, table, key_start, key_range, *scratch = tensors
+        (heads, room, _), sizes = scratch[0].shape, tuple(t.shape[2] for t in scratch)
+        arguments = {
+            "k_pages": CopiesView(k, *k.stride()[:3]),
+            "v_pages": CopiesView(v, *v.stride()[:3]),
+            "k_map": launch.map_view(k_matrix),
+            "v_map": launch.map_view(v_matrix),
+            "held": HeldView(table, table.stride(0), table.shape[1], key_start, key_range),
+            "keys": scratch[0],
+            "values": scratch[1],
+            "sequence": read.sequence,
+            "low": low,
+            "high": high,
+            "row": read.at + low - read.first,
+            "room": room,
+            **dict(zip(PATCH_NUMBERS, numbers)),
+            "PAGE": k.shape[1],
+            "SIZE": sizes[0],
+            "SIZE_V": sizes[1],
+            "WIDTH": max(16, triton.next_power_of_2(max(sizes))),
+            "TOKEN_MAJOR": heads > 1 and scratch[0].stride(0) == sizes[0],
+            "BLOCK_N": PATCH_BLOCK,
+        }
+        grid = (triton.cdiv(high - low, PATCH_BLOCK), heads, 2)
+        return Launch(patch_kernel, grid, arguments, {"num_warps": 4}, PATCH_PLACES, PATCH_NUMBERS)
 
     def combine(self, a: Partial, b: Partial) -> Partial:
         """Attention over the keys of both, float32: the rows in a's memory where they are float32 already. Not its sums: threads that read
