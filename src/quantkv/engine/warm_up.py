@@ -12,7 +12,14 @@ from .. import implementations, warmup
 from ..cache import PagedCache
 from .layer import LayerAttention, PagedLayer
 
-COMPILED_FOR = ("window", "chunk_lookback", "softcap", "alibi_sqrt", "batch_invariant")  # options that are in every call of a layer
+COMPILED_FOR = (
+    "window",
+    "chunk_lookback",
+    "softcap",
+    "alibi_sqrt",
+    "batch_invariant",
+    "prompt_precision",
+)  # options that are in every call of a layer
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ...formats import get_format
 from ...geometry import Heads
 from ...policy import Policy
 from .. import asked
-from . import POLICY_VARIABLE, PREFIX, PROMPT_VARIABLE, logger
+from . import POLICY_VARIABLE, PREFIX, PROMPT_VARIABLES, logger
 
 PAGE_SIZES = vllm_pages.BLOCK_SIZES  # of those that the Hopper kernels read
 # What assumes rows of 16 bits, or slots that are rows: the argument, and the only value that is served.
@@ -56,9 +56,10 @@ def policy_of(backend: str) -> Policy:
     return asked.policy_of("attention_backend", backend, POLICY_VARIABLE, path, how) or Policy(asked.names()[backend])
 
 
-def reads_own_rows(policy: Policy) -> bool:
-    """Whether prompts read their own rows as given."""
-    return asked.prompt_of(policy, PROMPT_VARIABLE, os.environ.get(PROMPT_VARIABLE)) == "own"
+def of_prompts(name: str, policy: Policy) -> str:
+    """What a server asks of prompts: see `asked.of_prompts`."""
+    variable = PROMPT_VARIABLES[name]
+    return asked.of_prompts(name, policy, variable, os.environ.get(variable))
 
 
 def check_arguments(view: Any) -> None:
@@ -114,4 +115,5 @@ def _check_model(model: Any, policy: Policy, page_size: int) -> None:
     )
     asked.check_weights(model.model_path, model.revision, policy)
     asked.warn_of_biases(model.model_path, model.revision, policy, policy.format, logger)
-    reads_own_rows(policy)
+    for name in PROMPT_VARIABLES:
+        of_prompts(name, policy)

@@ -21,7 +21,7 @@ from ...format import Format
 from ...formats import get_format
 from ...policy import Policy
 from ...spec import CacheSpec
-from ..asked import prompt_of
+from ..asked import of_prompts
 from .config import LayerPlan, MadeFor, check_policy, plan_layers, shares_keys
 from .layers import QuantizedLayer
 from .recurrent_and_latent import HybridLayer, LatentLayer
@@ -290,7 +290,7 @@ def _prompt(prompt: str | None, fresh_prefill: bool | None, policy: Policy | Non
         if prompt is not None:
             refuse("fresh_prefill", fresh_prefill, f"prompt={prompt!r} says it")
         return "own" if fresh_prefill else "stored"
-    return prompt_of(policy, "prompt", prompt)
+    return of_prompts("prompt", policy, "prompt", prompt)
 
 
 def _formats(

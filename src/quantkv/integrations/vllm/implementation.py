@@ -35,7 +35,7 @@ from ...policy import Policy
 from ..asked import check_policy, check_weights, warn_of_biases
 from ..serving import Step
 from . import PREFIX
-from .asked import policy_of, reads_own_rows
+from .asked import of_prompts, policy_of, reads_own_rows
 from .backend import BLOCK_SIZES, CHUNKS, UNQUANTIZED, QuantKVBackend, format_of, token_bytes
 from .blocks import kernel_pages
 from .connectors import check_connectors
@@ -140,7 +140,10 @@ class QuantKVImpl(AttentionImpl[Step]):
             warn_of_padding(self.config, self.policy, self.dtype)
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu")
         options = AttentionOptions(
-            window=sliding_window or 0, softcap=float(logits_soft_cap or 0.0), batch_invariant=bool(envs.VLLM_BATCH_INVARIANT)
+            window=sliding_window or 0,
+            softcap=float(logits_soft_cap or 0.0),
+            batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+            prompt_precision=of_prompts("prompt_precision", self.config),
         )
         own_rows = reads_own_rows(self.config, options.batch_invariant)
         self.attention = LayerAttention(num_heads, self.scale, options, sinks, slopes, own_rows)

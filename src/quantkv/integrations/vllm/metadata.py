@@ -112,6 +112,7 @@ class QuantKVBuilder(StepBuilder, AttentionMetadataBuilder[Step]):
     which every sequence decodes, or verifies as many tokens as any other."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    eight_bit = False  # whether prompts have 8-bit scores
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device, block_table_width=None):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -120,6 +121,7 @@ class QuantKVBuilder(StepBuilder, AttentionMetadataBuilder[Step]):
         self.pages = PagesOfBlocks(kv_cache_spec, vllm_config, block_table_width, device)
         for layer in self.layers:
             layer.impl.pages_per_block = self.pages.pages
+            self.eight_bit |= layer.impl.attention.options.prompt_precision == "8bit"
         self.tell(self.pages.width, self.pages.tokens)
 
     @classmethod
@@ -147,7 +149,8 @@ class QuantKVBuilder(StepBuilder, AttentionMetadataBuilder[Step]):
         while starts[count - 1] == starts[count]:  # padding
             count -= 1
         lengths, bound = None, m.seq_lens_cpu_upper_bound
-        if bound is None and envs.VLLM_BATCH_INVARIANT:  # who serves a sequence must not depend on the others: worth waiting for the device
+        # Who serves a sequence must not depend on the others, or depends on which of them are prompts: worth waiting for the device.
+        if bound is None and (envs.VLLM_BATCH_INVARIANT or self.eight_bit):
             bound = m.seq_lens
         if self.device.type == "cuda" and bound is not None:
             # Exact for prompts, which is where it matters; of sequences that decode it is a bound, and no more is asked of it.
