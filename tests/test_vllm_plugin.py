@@ -1064,15 +1064,18 @@ def test_a_batch_is_what_its_lengths_say(case, builder):
     assert found.block_table.shape == (served, 8)
 
 
-@pytest.mark.parametrize("invariant", [False, True])
-def test_lengths_of_a_mixed_step_where_vllm_does_not_know_them(invariant, builder, monkeypatch):
-    """They are read from the device where who serves a sequence must not depend on the others."""
+@pytest.mark.parametrize("invariant, precision", [(False, "16bit"), (True, "16bit"), (False, "8bit")])
+def test_lengths_of_a_mixed_step_where_vllm_does_not_know_them(invariant, precision, builder, monkeypatch):
+    """They are read from the device where who serves a sequence must not depend on the others, or depends on whether it is a prompt."""
+    options = [AttentionOptions(), AttentionOptions(prompt_precision=precision)]
+    builder.layers = [SimpleNamespace(impl=SimpleNamespace(attention=LayerAttention(4, options=given))) for given in options]
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
     builder.device = torch.device("cuda")
     given = common([1, 20], [5, 30])
     assert builder.build(0, given).batch.lengths == ((1, 5), (20, 30))
     given.seq_lens_cpu_upper_bound = None
-    assert builder.build(0, given).batch.lengths == (((1, 5), (20, 30)) if invariant else None)
+    known = invariant or precision == "8bit"
+    assert builder.build(0, given).batch.lengths == (((1, 5), (20, 30)) if known else None)
 
 
 def test_a_graph_has_no_bound_of_the_longest_sequence(builder):

@@ -112,7 +112,6 @@ class QuantKVBuilder(StepBuilder, AttentionMetadataBuilder[Step]):
     which every sequence decodes, or verifies as many tokens as any other."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
-    eight_bit = False  # whether prompts have 8-bit scores
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device, block_table_width=None):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -121,7 +120,6 @@ class QuantKVBuilder(StepBuilder, AttentionMetadataBuilder[Step]):
         self.pages = PagesOfBlocks(kv_cache_spec, vllm_config, block_table_width, device)
         for layer in self.layers:
             layer.impl.pages_per_block = self.pages.pages
-            self.eight_bit |= layer.impl.attention.options.prompt_precision == "8bit"
         self.tell(self.pages.width, self.pages.tokens)
 
     @classmethod
@@ -135,6 +133,11 @@ class QuantKVBuilder(StepBuilder, AttentionMetadataBuilder[Step]):
             getattr(layer, "sliding_window", None) and not getattr(layer, "mm_prefix_clamp_sliding_window", False) for layer in layers
         )
         return AttentionCGSupport.NEVER if beyond else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    @property
+    def _eight_bit(self) -> bool:
+        """Whether prompts have 8-bit scores."""
+        return any(layer.impl.attention.options.prompt_precision == "8bit" for layer in self.layers)
 
     def _build(self, m, max_seq_len: int | None, advance: bool = True) -> Step:
         """advance: whether the step runs now; False: it is captured, and its numbers come later."""
@@ -150,7 +153,7 @@ class QuantKVBuilder(StepBuilder, AttentionMetadataBuilder[Step]):
             count -= 1
         lengths, bound = None, m.seq_lens_cpu_upper_bound
         # Who serves a sequence must not depend on the others, or depends on which of them are prompts: worth waiting for the device.
-        if bound is None and (envs.VLLM_BATCH_INVARIANT or self.eight_bit):
+        if bound is None and (envs.VLLM_BATCH_INVARIANT or self._eight_bit):
             bound = m.seq_lens
         if self.device.type == "cuda" and bound is not None:
             # Exact for prompts, which is where it matters; of sequences that decode it is a bound, and no more is asked of it.
