@@ -149,6 +149,24 @@ def test_compiles(results, case):
         assert shared <= SHARED_MEMORY[case[1]] * 1024, (kernel, shared)
 
 
+def rounding(size):
+    from aot import compile_rounding
+
+    return compile_rounding(size)
+
+
+@pytest.mark.xdist_group("aot")
+def test_prompts_are_rounded_as_specified(compilers):
+    """By steps that are divided to nearest, and products that are rounded before they are added to anything."""
+    for size in (80, 128):
+        found = compilers.submit(rounding, size).result()
+        assert sorted(found) == ["round_keys_kernel", "round_queries_kernel", "sample_mean_kernel"]
+        for name in ("round_keys_kernel", "round_queries_kernel"):
+            assert "div.rn.f32" in found[name] and not {"div.full.f32", "rcp.approx", "fma.rn.f32"} & {
+                *found[name].replace(",", " ").split()
+            }
+
+
 def copied(arch, name):
     from aot import compile_copies
 
