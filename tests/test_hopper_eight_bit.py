@@ -109,16 +109,19 @@ def test_the_error_beside_16_bits():
     assert (lse.double() - sums).abs().max() < 0.05
 
 
+@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("scratch_rows", [1 << 16, 150])
-def test_calls_over_pages(scratch_rows):
-    """A whole prompt and a chunk on a cache, whose results over slices of keys are combined; and once more by launches that were kept."""
+def test_calls_over_pages(scratch_rows, own):
+    """A whole prompt and a chunk on a cache, whose results over slices of keys are combined; and once more by launches that were kept.
+    own: its own rows are read as given."""
     b = SampleBatch.make("int8", (130, 128), (130, 300), num_kv_heads=2, group=2, dtype=torch.bfloat16, device=DEVICE)
     key, value = (torch.randn(b.key.shape, generator=torch.Generator().manual_seed(n)).bfloat16().to(DEVICE) for n in (1, 2))
     b.cache.write(key, value, b.slots, b.positions, implementation="reference")
-    call = b.call(prompt_precision="8bit", lengths=((130, 130), (128, 300)))
+    rows = {"own": tuple(torch.cat([t[:130], t[302:]]) + 0.5 for t in (key, value))} if own else {}
+    call = b.call(prompt_precision="8bit", lengths=((130, 130), (128, 300)), **rows)
     plan = attend.plan(call, backend="hopper", scratch_bytes=scratch_rows * 2 * 2 * 64 * 2)
     assert (max(len(group.rounds) for group in plan.groups) > 1) == (scratch_rows < 300)
-    want, sums = b.oracle()
+    want, sums = b.oracle(**rows)
     for _ in range(2):
         call.out.fill_(torch.nan)
         attend.follow(call, plan, triton=GPU)
