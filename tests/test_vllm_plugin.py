@@ -36,7 +36,7 @@ from vllm.v1.core.kv_cache_planning import DefaultKVCacheConfigBuilder  # noqa: 
 from vllm.v1.worker.worker_base import WorkerBase  # noqa: E402
 
 import quantkv.integrations.vllm as plug_in  # noqa: E402
-from quantkv import PagedCache, calls, get_format, implementations, known_models  # noqa: E402
+from quantkv import PagedCache, assumed, calls, get_format, implementations, known_models  # noqa: E402
 from quantkv.calls import AttendCall, AttentionOptions  # noqa: E402
 from quantkv.engine.layer import LayerAttention, PagedLayer  # noqa: E402
 from quantkv.engine.layer_config import LayerConfig  # noqa: E402
@@ -884,6 +884,33 @@ def test_a_layer_is_what_vllm_says_of_it(made):
     assert first.attention.sinks is None and second.attention.sinks.tolist() == [0, 1, 2, 3, 4, 5]
 
 
+def test_the_precision_of_prompts_is_what_a_configuration_says(made, tmp_path):
+    """And is refused, before weights are loaded, where nobody serves it."""
+    config, _ = made
+    Policy("int4", prompt_precision="8bit").save(tmp_path / "policy.json")
+    config.model_config.is_mm_prefix_lm = False
+
+    def precision(dtype="quantkv_int4", *given, **options):
+        config.cache_config.cache_dtype, config.additional_config = dtype, options
+        return QuantKVImpl(4, 64, 0.125, 2, *given).attention.options.prompt_precision
+
+    named = {"quantkv_policy": str(tmp_path / "policy.json")}
+    assert precision() == "16bit" and precision(quantkv_prompt_precision="8bit") == precision("quantkv_policy", **named) == "8bit"
+    assert precision("quantkv_policy", **named, quantkv_prompt_precision="16bit") == "16bit"
+    with pytest.raises(ValueError, match="quantkv_prompt_precision='fp8': one of 16bit, 8bit is needed"):
+        precision(quantkv_prompt_precision="fp8")
+    with assumed.assuming(assumed.GPUS["a100"]):
+        assert precision() == "16bit"
+        with pytest.raises(ValueError, match=r"^prompt_precision=8bit: no dense backend"):
+            precision(quantkv_prompt_precision="8bit")
+    with assumed.assuming(assumed.GPUS["h100"]), pytest.raises(ValueError, match=r"^prompt_precision=8bit: alibi_slopes"):
+        precision("quantkv_int4", [0.5] * 4, quantkv_prompt_precision="8bit")
+    config.model_config.is_mm_prefix_lm = True
+    assert precision() == "16bit"
+    with pytest.raises(NotImplementedError, match="quantkv_prompt_precision='8bit' with images"):
+        precision(quantkv_prompt_precision="8bit")
+
+
 def test_a_policy_that_a_layer_cannot_have_is_refused_with_it(made, tmp_path):
     """The layers that it names, and the format that heads of 80 numbers cannot have."""
     config, _ = made
@@ -933,6 +960,10 @@ def test_a_layer_of_latents_is_what_vllm_says_of_it(made, monkeypatch):
     )
     usual = {"num_heads": 4, "head_size": 320, "scale": 0.1, "num_kv_heads": 1, "attn_type": "decoder"}
     usual |= dict.fromkeys(("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name", "indexer"))
+    config.model_config.is_mm_prefix_lm, config.additional_config = False, {"quantkv_prompt_precision": "8bit"}
+    with pytest.raises(NotImplementedError, match=r"quantkv_prompt_precision='8bit' with latents \(MLA\): 16bit is needed"):
+        mla.QuantKVLatentImpl(**usual, kv_cache_dtype="quantkv_int4")
+    config.additional_config = None
     impl = mla.QuantKVLatentImpl(**usual, kv_cache_dtype="quantkv_int4")
     assert (impl.attention.num_heads, impl.attention.scale, impl.kv_cache_dtype) == (4, 0.1, "quantkv_int4")
     assert impl.reads_own_rows and not impl.attention.own_rows and not impl.supports_quant_query_input
