@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from full_precision_engine import Engine
-from quantkv import AttentionOptions, assumed, get_format, implementations, ops
+from quantkv import AttentionOptions, assumed, get_format, implementations, ops, warmup
 from quantkv.engine import fake_quantized
 from quantkv.engine.layer import LayerAttention, PagedLayer
 from quantkv.engine.layer_config import LayerConfig
-from quantkv.engine.warm_up import StepLimits, check_prompts, summary, who_serves
+from quantkv.engine.warm_up import StepLimits, _calls, check_prompts, summary, who_serves
 from quantkv.geometry import Heads
 from quantkv.implementations import batches
 from quantkv.implementations.batches import runs_of
@@ -273,6 +273,23 @@ def test_who_serves_says_so(longest):
     told = who_serves(layer, attention, StepLimits(2, 64, longest), torch.device("cpu"), 16)
     assert ("attend of 1 x 128 queries of 128 keys with 8bit scores" in told) == (longest == 256)
     assert ("128 queries among others with 8bit scores by reference" in summary(told)) == (longest == 256)
+
+
+def test_all_else_is_served_alike():
+    """Decode, verification, chunks of fewer than 128 queries, and writes, on a Hopper GPU."""
+    pytest.importorskip("triton")
+    layer = PagedLayer(LayerConfig(get_format("int4")), Heads(2, 128, 128), torch.bfloat16)
+    with assumed.assuming(assumed.GPUS["h100"]):
+        found = []
+        for precision in ("16bit", "8bit"):
+            attention = LayerAttention(8, options=AttentionOptions(prompt_precision=precision))
+            calls = _calls(layer, attention, StepLimits(4, 2048, 4096, 4), torch.device("cpu"))
+            mixed = warmup.mixed_batches(8, 4, 2048, 4096, True)
+            found.append(warmup.who_serves(layer.allocate(1, 16, torch.device("cpu")), 8, mixed=mixed, **calls))
+    plain, rounded = ({what: name for what, (name, _) in of.items()} for of in found)
+    prompts = {what for what in plain if " 128 queries" in what or " 512 queries" in what}
+    assert {what: name for what, name in rounded.items() if "8bit" not in what} == {what: plain[what] for what in plain.keys() - prompts}
+    assert {what: name for what, name in rounded.items() if "8bit" in what} == {f"{what} with 8bit scores": "prefill" for what in prompts}
 
 
 def test_scratch_memory_of_a_step(monkeypatch):

@@ -48,8 +48,8 @@ class QuantizedCache(Cache):
     prompt: "own": a pass of several tokens attends to their own keys and values as the model computed them, and to pages only before
         them; they are quantized into pages beside it. "stored": it attends to pages alone, so that the answer does not depend on how the
         prompt was cut into passes. None: what the policy says, "own" without one.
-    prompt_precision: "8bit": scores of passes of at least 128 tokens are products of 8-bit integers: faster for long prompts on a Hopper GPU,
-        and off by 1 % (docs/attention.md). None: what the policy says, "16bit" without one.
+    prompt_precision: "8bit": scores of passes of at least 128 tokens are products of 8-bit integers: faster for long prompts on a Hopper
+        GPU, and off by 1 % (docs/attention.md). None: what the policy says, "16bit" without one.
     fresh_prefill: deprecated: True is prompt="own", False prompt="stored".
     num_tokens: tokens a sequence to allocate pages for at once; pages beyond are added as they are needed. Where all layers are attention
         of their own keys and values, passes of one token can then be compiled, or captured in a CUDA graph: `generate` does so by itself
