@@ -839,6 +839,20 @@ def test_chunks_are_an_option_of_the_layer(kv_cache_dtype, size):
     paged = impl.paged
     impl.process_weights_after_loading(torch.bfloat16)  # as weights that are loaded again
     assert impl.attention.options.window == (size or 0) and impl.paged is paged
+    impl.config.model_config = SimpleNamespace(is_mm_prefix_lm=False)
+    impl._set_options(prompt_precision="8bit")  # refused once the chunks are known
+    with assumed.assuming(assumed.GPUS["h100"]):
+        with contextlib.nullcontext() if size is None else pytest.raises(ValueError, match=r"^prompt_precision=8bit: chunks of 32 tokens"):
+            impl.process_weights_after_loading(torch.bfloat16)
+
+
+def test_profiling_claims_what_a_step_of_its_layer_takes(monkeypatch):
+    claimed, impl = [], QuantKVImpl.__new__(QuantKVImpl)
+    impl.attention = LayerAttention(4, options=AttentionOptions(prompt_precision="8bit"))
+    monkeypatch.setattr(implementation, "claim_scratch", lambda *given: claimed.append(given))
+    q, out = torch.zeros(5, 4, 64), torch.ones(5, 4, 64)
+    assert impl.forward(None, q, None, None, None, None, out) is out and not out.any()
+    assert claimed == [(q, impl.attention.options)]
 
 
 def layers_configuration(**attention):
