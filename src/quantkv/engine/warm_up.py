@@ -91,7 +91,7 @@ def check_prompts(attention: LayerAttention, heads: Heads, dtype: torch.dtype, d
     batch = Batch(starts, starts[1:], lengths=((count, count),))
     reason = implementations.refusal("prefill", AttendCall(q, (pages.segment(table),), batch, attention.scale, options))
     if reason is not None:
-        allowed = f"{reason}: {PRECISIONS[0]} is needed, or what Hopper's prefill kernels serve (docs/attention.md)"
+        allowed = f"{reason}: {PRECISIONS[0]} is needed, or what Hopper's prefill kernels (quantkv[hopper]) serve: docs/attention.md"
         refuse("prompt_precision", attention.options.prompt_precision, allowed)
 
 
