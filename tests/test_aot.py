@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -162,9 +163,7 @@ def test_prompts_are_rounded_as_specified(compilers):
         found = compilers.submit(rounding, size).result()
         assert sorted(found) == ["round_keys_kernel", "round_queries_kernel", "sample_mean_kernel"]
         for name in ("round_keys_kernel", "round_queries_kernel"):
-            assert "div.rn.f32" in found[name] and not {"div.full.f32", "rcp.approx", "fma.rn.f32"} & {
-                *found[name].replace(",", " ").split()
-            }
+            assert "div.rn." in found[name] and not re.search(r"\b(div\.full|div\.approx|rcp|fma)\b", found[name])
 
 
 def copied(arch, name):
