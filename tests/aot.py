@@ -12,6 +12,7 @@ from quantkv import PagedCache, copies, get_format
 from quantkv.calls import AttendCall, AttentionOptions, Batch, WriteCall
 from quantkv.full_precision import FullPrecisionTokens
 from quantkv.implementations.hopper.host.sass import step
+from quantkv.implementations.prefill import eight_bit
 from quantkv.implementations.prefill import triton_steps as prefill
 from quantkv.implementations.prefill.plan import CAUSAL, KeySlice, Round
 from quantkv.implementations.prefill.steps import Partial
@@ -29,6 +30,7 @@ TARGETS = {
 }
 KERNELS = {write: ("write_kernel",), attend: ("attend_kernel", "combine_kernel"), prefill: ("gather_kernel", "patch_kernel", "fold_kernel")}
 COPIES = ("doubt_kernel", "claim_kernel", "take_kernel", "lay_out_kernel", "note_kernel")
+ROUNDING = ("sample_mean_kernel", "round_keys_kernel", "round_queries_kernel")
 KERNELS |= {own: ("own_rows_kernel",)}
 OF_LATENTS = {latents: ("attend_latents_kernel", "map_rows_kernel"), attend: ("combine_kernel",), gather: ("gather_rows_kernel",)}
 
@@ -39,7 +41,7 @@ class Compiler:
     def __init__(self, kernel, target, compiled):
         self.kernel, self.compiled = kernel, compiled
         self.driver = launch.AssumedDriver(str(target.arch), target)
-        self.arg_names, self.fn = kernel.arg_names, kernel.fn
+        self.arg_names, self.fn, self.__name__ = kernel.arg_names, kernel.fn, kernel.__name__
 
     def __getitem__(self, grid):
         return self.launch
@@ -144,6 +146,21 @@ def compile_format(*given):
     """(kernel, bytes of shared memory) of each that `compile_kernels` compiles, or `compile_latents` where the first of `given` says so."""
     compiled = compile_latents(*given[1:]) if given[0] == "latents" else compile_kernels(*given)
     return [(kernel, result.metadata.shared) for kernel, result in compiled]
+
+
+def compile_rounding(size):
+    """PTX of the kernels that round queries and keys of `size` numbers to 8 bits, by their names."""
+    compiled, stock = [], {name: getattr(eight_bit, name) for name in ROUNDING}
+    for name, function in stock.items():
+        setattr(eight_bit, name, Compiler(function, TARGETS["sm90"][0], compiled))
+    try:
+        round = Round((KeySlice(0, 200, 0, 300, 0, 300),), CAUSAL, 300)
+        q, k = torch.zeros(200, 8, size, dtype=torch.bfloat16), torch.zeros(2, 300, size, dtype=torch.bfloat16)
+        eight_bit.rounded(q, k, round, [torch.tensor(ends, dtype=torch.int32) for ends in round.ends()], 80)
+    finally:
+        for name, function in stock.items():
+            setattr(eight_bit, name, function)
+    return {name: result.asm["ptx"] for name, result in compiled}
 
 
 def decode_loop(name, arch, head_size=128):

@@ -14,7 +14,8 @@ from quantkv.implementations.hopper.decode import warps, wgmma
 from quantkv.implementations.hopper.host import launch as hopper_launch
 from quantkv.implementations.hopper.write.round import RoundConfig
 from quantkv.implementations.prefill import attend as prefill_attend
-from quantkv.implementations.prefill import backends
+from quantkv.implementations.prefill import backends, flash3
+from quantkv.implementations.prefill import eight_bit as eight_bit_rows
 from quantkv.implementations.prefill.triton_steps import TritonSteps
 from quantkv.implementations.triton import copies as triton_copies
 from quantkv.implementations.triton import launch
@@ -82,5 +83,8 @@ class Gpu:
         group, left = q.shape[1] // k.shape[0], round.mask[0]
         of = (q.shape[2], v.shape[2], group, q.dtype == torch.bfloat16, left >= 0, 0 <= left < prefill.NARROW, softcap > 0, eight_bit)
         self._now.add(("prompt", of))
+        if eight_bit:
+            block = prefill.config_of(q, k, v, round.mask, softcap, True).keys
+            eight_bit_rows.rounded(q, k, round, flash3.bounds(round, q.device) if ends is None else ends, block, kept)
         rows = out if out is not None else q.new_empty(*q.shape[:2], v.shape[2])
         return rows, q.new_empty(q.shape[:2], dtype=torch.float32)

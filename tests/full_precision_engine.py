@@ -199,6 +199,12 @@ class Engine:
         return attend(self.caches[-1], q, own=(key, value) if self.own else None)
 
     def _compare(self, seq, count, exact, q, out, options):
+        for i, (expected, largest) in enumerate(self._expected(seq, count, exact, q, options)):
+            error = (out[i] - expected).abs().max()
+            assert error <= 1e-5 * largest, f"position {len(seq) - count + i} of {len(seq)}: off by {error:.3f}"
+
+    def _expected(self, seq, count, exact, q, options):
+        """Each query's output, and the largest value."""
         slots = torch.tensor([seq.pages[j // SIZE] * SIZE + j % SIZE for j in range(len(seq))], dtype=torch.int64)
         if not count:
             return
@@ -212,9 +218,7 @@ class Engine:
             score = torch.einsum("hd,jhd->hj", q[i].double(), key[low:seen]) * D**-0.5
             if "alibi_slopes" in options:
                 score += options["alibi_slopes"].double()[:, None] * (torch.arange(low, seen) - (len(seq) - count))
-            expected = torch.einsum("hj,jhd->hd", score.softmax(-1), value[low:seen])
-            error = (out[i] - expected).abs().max()
-            assert error <= 1e-5 * value.abs().max(), f"position {seen - 1} of {len(seq)}: off by {error:.3f}"
+            yield torch.einsum("hj,jhd->hd", score.softmax(-1), value[low:seen]), value.abs().max()
 
 
 class Captured(Engine):

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -147,6 +148,22 @@ def test_compiles(results, case):
     assert {kernel for kernel, _ in compiled} == {"attend_kernel", "combine_kernel"} | written | steps | own
     for kernel, shared in compiled:
         assert shared <= SHARED_MEMORY[case[1]] * 1024, (kernel, shared)
+
+
+def rounding(size):
+    from aot import compile_rounding
+
+    return compile_rounding(size)
+
+
+@pytest.mark.xdist_group("aot")
+def test_prompts_are_rounded_as_specified(compilers):
+    """By steps that are divided to nearest, and products that are rounded before they are added to anything."""
+    for size in (80, 128):
+        found = compilers.submit(rounding, size).result()
+        assert sorted(found) == ["round_keys_kernel", "round_queries_kernel", "sample_mean_kernel"]
+        for name in ("round_keys_kernel", "round_queries_kernel"):
+            assert "div.rn." in found[name] and not re.search(r"\b(div\.full|div\.approx|rcp|fma)\b", found[name])
 
 
 def copied(arch, name):

@@ -1,14 +1,24 @@
 """`prompt_precision="8bit"`: scores of prompts by products of 8-bit integers, beside attention in float64."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from quantkv import assumed, implementations, ops
+from full_precision_engine import Engine
+from quantkv import AttentionOptions, assumed, get_format, implementations, ops, warmup
+from quantkv.engine import fake_quantized
+from quantkv.engine.layer import LayerAttention, PagedLayer
+from quantkv.engine.layer_config import LayerConfig
+from quantkv.engine.warm_up import StepLimits, _calls, check_prompts, summary, who_serves
+from quantkv.geometry import Heads
+from quantkv.implementations import batches
 from quantkv.implementations.batches import runs_of
 from quantkv.implementations.prefill import attend as prefill
 from quantkv.implementations.prefill import backends
+from quantkv.implementations.prefill.plan import CAUSAL, KeySlice, Round
+from quantkv.implementations.reference import attend as reference
 from quantkv.implementations.reference import eight_bit
 from quantkv.testing import SampleBatch, check, relative_error
 
@@ -166,6 +176,137 @@ def test_a_batch_without_prompts_is_served_by_all():
     assert b.call(prompt_precision="8bit", max_query_len=127).options.prompt_precision == "16bit"
     assert b.call(prompt_precision="8bit", max_query_len=128).options.prompt_precision == "8bit"
     check(b, b.attend(prompt_precision="8bit", max_query_len=3, implementation="cpu"))
+
+
+class Rounded(Engine):
+    """An engine whose prompts, and nothing else, are at 8 bits. errors: of the prompts."""
+
+    errors = ()
+
+    def _compare(self, seq, count, exact, q, out, options):
+        if count < 128:
+            return super()._compare(seq, count, exact, q, out, options)
+        want = torch.stack([expected for expected, _ in self._expected(seq, count, exact, q, options)])
+        self.errors += (relative_error(out, want),)
+
+
+@pytest.mark.parametrize("served", ["prefill", "reference"])
+@pytest.mark.parametrize("own", [True, False])
+def test_an_engines_steps(own, served, monkeypatch):
+    """Prompts whole and in chunks on a long cache, several in a step beside others that decode or have few queries; their own rows and
+    pages, with sink and recent tokens at full precision. What is no prompt is exact."""
+    monkeypatch.setattr(batches, "cut", lambda call: [batches.Run(call)] if call.batch.lengths is None else runs_of(call))
+    monkeypatch.setattr(implementations, "ON_CPU", ("cpu", served, "reference"))
+    engine = Rounded("int8", seqs=4, num_blocks=140, own=own, runs=True, layers=2, prompt_precision="8bit")
+    for counts in ([300, 1, 7, 150], [1, 1, 128, 129], [130, 127, 1, 400], [1, 1, 1, 1], [0, 500, 3, 1]):
+        engine.step(counts)
+    assert len(engine.errors) == 7 and all(0.001 < error < MUST for error in engine.errors), engine.errors
+
+
+def test_teacher_forced_prompts():
+    """Rows whose products are the scores; and attention of a prompt over them, whose other queries are at 16 bits."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(heads, 300, 32, generator=generator) for heads in (4, 2, 2))
+    k += 1
+    rows, columns = eight_bit.as_products(q, k)
+    want = eight_bit.scores(q.unflatten(0, (2, 2)), k[:, None]).flatten(0, 1)
+    assert (rows @ columns.repeat_interleave(2, 0).mT - want).abs().max() <= 1e-5 * want.abs().max()
+    given = {"softcap": 5.0, "sinks": torch.zeros(4)}
+    for prompt in (127, 200):
+        plain, found = (
+            fake_quantized.attend(q, k, v, (k, v), 0.2, prompt=prompt, prompt_precision=precision, **given)
+            for precision in ("16bit", "8bit")
+        )
+        assert torch.equal(found[prompt:], plain[prompt:])
+        if prompt == 200:
+            assert 0.001 < relative_error(found[:prompt], plain[:prompt]) < MUST
+            ahead = torch.arange(200) - torch.arange(200)[:, None]
+            score = eight_bit.scores(q[:, :200].unflatten(0, (2, 2)), k[:, None, :200]).double() * 0.2
+            score = (5 * torch.tanh(score / 5)).masked_fill(ahead > 0, -torch.inf)
+            weight = torch.cat([score, torch.zeros_like(score[..., :1])], -1).softmax(-1)[..., :-1]
+            assert relative_error(found[:prompt], (weight @ v[:, None, :200].double()).flatten(0, 1).transpose(0, 1)) < 1e-5
+        else:
+            assert torch.equal(found, plain)
+
+
+LAYERS = {  # a layer's attention, its sizes of keys and values, and why no kernel serves its prompts
+    "plain": ({}, (128, 128), None),
+    "window, softcap, sinks": ({"window": 512, "softcap": 30.0, "sinks": torch.zeros(4)}, (64, 64), None),
+    "ALiBi": ({"alibi_slopes": torch.ones(4)}, (128, 128), "alibi_slopes: not supported here"),
+    "batch-invariant": ({"batch_invariant": True}, (128, 128), "batch_invariant: not supported here"),
+    "chunks": ({"window": 64, "chunk_lookback": 0}, (128, 128), "chunks of 64 tokens, fewer than 128"),
+    "head size": ({}, (512, 512), "no dense backend for torch.bfloat16 rows of 512 and 512"),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_an_engine_is_told_before_it_starts(name):
+    """On a GPU; on a CPU the reference serves."""
+    options, sizes, reason = LAYERS[name]
+    tensors = {name: options[name] for name in ("sinks", "alibi_slopes") if name in options}
+    others = {name: value for name, value in options.items() if name not in tensors}
+    given = Heads(2, *sizes), torch.bfloat16, torch.device("cpu")
+    layer = {p: LayerAttention(4, options=AttentionOptions(**others, prompt_precision=p), **tensors) for p in ("8bit", "16bit")}
+    check_prompts(layer["8bit"], *given)
+    for gpu in ("h100", "a100"):
+        with assumed.assuming(assumed.GPUS[gpu]):
+            check_prompts(layer["16bit"], *given)
+            if reason is None and gpu == "h100":
+                check_prompts(layer["8bit"], *given)
+                continue
+            why = reason or "no dense backend for torch.bfloat16"
+            with pytest.raises(ValueError, match=f"^prompt_precision=8bit: {why}.*: 16bit is needed"):
+                check_prompts(layer["8bit"], *given)
+
+
+def test_on_a_gpu_the_reference_is_not_chosen():
+    for device, precision, told in (("cuda", "8bit", True), ("cuda", "16bit", False), ("cpu", "8bit", False)):
+        call = SimpleNamespace(q=SimpleNamespace(device=torch.device(device)), options=AttentionOptions(prompt_precision=precision))
+        assert (reference.withheld(call) is not None) == told
+
+
+@pytest.mark.parametrize("longest", [127, 256])
+def test_who_serves_says_so(longest):
+    """Where a sequence may be a prompt."""
+    layer = PagedLayer(LayerConfig(get_format("int4")), Heads(2, 64, 64), torch.float32)
+    attention = LayerAttention(4, options=AttentionOptions(prompt_precision="8bit"))
+    told = who_serves(layer, attention, StepLimits(2, 64, longest), torch.device("cpu"), 16)
+    assert ("attend of 1 x 128 queries of 128 keys with 8bit scores" in told) == (longest == 256)
+    assert ("128 queries among others with 8bit scores by reference" in summary(told)) == (longest == 256)
+
+
+def test_all_else_is_served_alike():
+    """Decode, verification, chunks of fewer than 128 queries, and writes, on a Hopper GPU."""
+    pytest.importorskip("triton")
+    layer = PagedLayer(LayerConfig(get_format("int4")), Heads(2, 128, 128), torch.bfloat16)
+    with assumed.assuming(assumed.GPUS["h100"]):
+        found = []
+        for precision in ("16bit", "8bit"):
+            attention = LayerAttention(8, options=AttentionOptions(prompt_precision=precision))
+            calls = _calls(layer, attention, StepLimits(4, 2048, 4096, 4), torch.device("cpu"))
+            mixed = warmup.mixed_batches(8, 4, 2048, 4096, True)
+            found.append(warmup.who_serves(layer.allocate(1, 16, torch.device("cpu")), 8, mixed=mixed, **calls))
+    plain, rounded = ({what: name for what, (name, _) in of.items()} for of in found)
+    prompts = {what for what in plain if " 128 queries" in what or " 512 queries" in what}
+    assert {what: name for what, name in rounded.items() if "8bit" not in what} == {what: plain[what] for what in plain.keys() - prompts}
+    assert {what: name for what, name in rounded.items() if "8bit" in what} == {f"{what} with 8bit scores": "prefill" for what in prompts}
+
+
+def test_scratch_memory_of_a_step(monkeypatch):
+    """Rounding takes a byte of a number, a scale and a product for each query, a scale for each key, a mean for each sequence and head."""
+    pytest.importorskip("triton")
+    from quantkv.implementations.prefill import eight_bit as rounding
+
+    monkeypatch.setattr(rounding, "_launch", lambda *given: None)
+    round = Round((KeySlice(0, 20, 0, 50, 0, 64),), CAUSAL, 64)
+    found = rounding.rounded(torch.empty(20, 4, 128), torch.empty(2, 64, 128), round, [torch.zeros(2).int()] * 3, 64)
+    assert sum(t.nbytes for t in found) == 20 * 4 * (128 + 8) + 64 * 2 * (128 + 4)
+    plain, more = (implementations.scratch_bytes(8192, 32, (128, 128), 2, eight_bit) for eight_bit in (False, True))
+    rows = prefill.SCRATCH_BYTES // (8 * 256 * 2)
+    taken = [8192 * 32 * (128 + 8), rows * 8 * (128 + 4), 64 * 8 * 128 * 4]
+    assert sum(taken) <= more - plain <= sum(taken) + 64 * 24 * 128 * 4
+    plain, more = (implementations.scratch_bytes(1 << 20, 32, (128, 128), 2, eight_bit) for eight_bit in (False, True))
+    assert more - plain >= taken[1]  # of queries there is a bound
 
 
 def test_runs_of_a_mixed_batch():

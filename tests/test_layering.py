@@ -38,7 +38,7 @@ ALLOWED = {
     "formats": {"format", "spec", "packing", "rounding", "triton", "hopper", "cpu"},
     "maps": {"format", "rounding"},
     "checks": {"refusals"},
-    "options": {"checks"},
+    "options": {"checks", "names"},
     "reads": {"options"},
     "own": {"checks"},
     "kept": set(),
@@ -54,7 +54,7 @@ ALLOWED = {
     "full_precision": {"refusals"},
     "plain_json": set(),
     "tensor_file": {"whole_file"},
-    "policy_file": {"full_precision", "plain_json", "refusals", "whole_file"},
+    "policy_file": {"full_precision", "names", "plain_json", "refusals", "whole_file"},
     "copied_rows": {"cache"},
     "copies": {
         "assumed",

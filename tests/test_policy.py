@@ -96,6 +96,25 @@ def test_neighbours_of_one_format_are_written_as_a_range(layers, written, tmp_pa
     assert Policy.load(tmp_path / "policy.json").layers == layers
 
 
+@pytest.mark.parametrize(
+    "field, default, other", [("statistics", "off", "auto"), ("prompt", "own", "stored"), ("prompt_precision", "16bit", "8bit")]
+)
+def test_what_a_policy_chooses(field, default, other, tmp_path):
+    """Written where it is not the default, which older versions read; what pages hold does not depend on it."""
+    for value in (default, other):
+        policy = Policy("int4", **{field: value})
+        policy.save(tmp_path / "policy.json")
+        written = json.loads((tmp_path / "policy.json").read_text())
+        assert written == {"policy_version": 1, "format": "int4"} | ({field: other} if value == other else {})
+        assert Policy.load(tmp_path / "policy.json") == policy == Policy.from_dict({"format": "int4", field: value})
+        assert policy.fingerprint(3) == Policy("int4").fingerprint(3)
+    for wrong in ("", "4bit", 8, None, ["8bit"]):
+        with pytest.raises(ValueError, match=rf"^{field}=.*: one of .*{default}.* is needed"):
+            Policy("int4", **{field: wrong})
+        with pytest.raises(ValueError, match=rf"^policy\.{field}=.*: one of .*{default}.* is needed"):
+            Policy.load(write(tmp_path, **{field: wrong}))
+
+
 def test_a_calibration_that_lies_there_already_is_named_and_compared(tmp_path):
     with_files(2.0).save(tmp_path / "kept.json")
     (tmp_path / "kept.calibration.safetensors").rename(tmp_path / "model.safetensors")

@@ -41,10 +41,15 @@ def test_a_policy_is_that_of_a_preset_or_of_the_file_that_its_name_needs(tmp_pat
 
 def test_what_prompts_read_is_what_an_option_says_before_a_policy():
     stored = Policy("int4", prompt="stored")
-    assert [asked.prompt_of(policy, "PROMPT", None) for policy in (None, Policy("int4"), stored)] == ["own", "own", "stored"]
-    assert asked.prompt_of(stored, "PROMPT", "own") == "own" and asked.prompt_of(None, "PROMPT", "stored") == "stored"
+    assert [asked.of_prompts("prompt", policy, "PROMPT", None) for policy in (None, Policy("int4"), stored)] == ["own", "own", "stored"]
+    rounded = Policy("int4", prompt_precision="8bit")
+    precisions = [asked.of_prompts("prompt_precision", policy, "PRECISION", None) for policy in (None, stored, rounded)]
+    assert precisions == ["16bit", "16bit", "8bit"] and asked.of_prompts("prompt_precision", rounded, "PRECISION", "16bit") == "16bit"
+    with pytest.raises(ValueError, match=r"^PRECISION='fp8': one of 16bit, 8bit is needed"):
+        asked.of_prompts("prompt_precision", rounded, "PRECISION", "fp8")
+    assert asked.of_prompts("prompt", stored, "PROMPT", "own") == "own" and asked.of_prompts("prompt", None, "PROMPT", "stored") == "stored"
     with pytest.raises(ValueError, match="PROMPT='fresh': one of own, stored is needed"):
-        asked.prompt_of(None, "PROMPT", "fresh")
+        asked.of_prompts("prompt", None, "PROMPT", "fresh")
 
 
 def test_a_value_that_is_not_served_is_refused_with_what_is():

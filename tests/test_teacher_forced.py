@@ -149,6 +149,26 @@ def test_what_follows_a_prompt_is_answered_as_a_cache_answers(name):
             assert exact is not None or (stored - plain).norm() > 1.2 * lost
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
+def test_prompts_have_the_scores_that_a_policy_asks_for(name):
+    """In both ways, over rows that lose nothing; without own rows only through a cache."""
+    model = use_quantkv_attention(tiny(name))
+    ids, mask = prompts([170])
+    plain, policy = logits(model, None, ids, mask, [0]), Policy("none", prompt_precision="8bit")
+    stepped = logits(model, QuantizedCache(model.config, policy, dtype=torch.float32), ids, mask, [0, *range(150, 170)])
+    with torch.no_grad(), teacher_forced(model, policy, 150):
+        once = model(ids, use_cache=False).logits
+    assert (once - stepped).norm() <= 0.02 * (stepped - plain).norm() and (stepped - plain).norm() >= 1e-4 * plain.norm()
+    stored = replace(policy, prompt="stored")
+    with teacher_forced(model, stored, 127):
+        pass
+    with (
+        pytest.raises(ValueError, match=r"policy\.prompt_precision=8bit: with policy\.prompt='stored'"),
+        teacher_forced(model, stored, 128),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("exact", [None, FullPrecisionTokens(16, 8)], ids=str)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "gemma2", "gpt_oss", "llama4"])
 def test_models_read_as_they_decode(name, exact):

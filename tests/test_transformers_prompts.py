@@ -9,7 +9,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import DynamicCache  # noqa: E402
 
-from quantkv import get_format  # noqa: E402
+from quantkv import assumed, get_format  # noqa: E402
 from quantkv.engine.fake_quantized import fake_quantized  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, use_quantkv_attention  # noqa: E402
 from quantkv.maps import LayerMaps  # noqa: E402
@@ -84,6 +84,52 @@ def test_who_asks_for_what(llama):
     for fresh, prompt in ((True, "own"), (False, "stored")):
         with pytest.warns(DeprecationWarning, match="prompt='own' or prompt='stored'"):
             assert QuantizedCache(llama.config, fresh_prefill=fresh).layers[0].prompt == prompt
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+@torch.no_grad()
+def test_prompts_with_8_bit_scores(name):
+    """Whole, in chunks and padded: a prompt loses little, and something. A pass of fewer than 128 tokens over the same pages loses
+    nothing, not a bit."""
+    model = use_quantkv_attention(tiny(name))
+    ids, mask = prompts([300, 260])
+    caches = {precision: QuantizedCache(model.config, "4bit", prompt_precision=precision) for precision in (None, "8bit")}
+    plain, rounded = (logits(model, cache, ids, mask, [0, 140]).log_softmax(-1) for cache in caches.values())
+    real = mask.bool()
+    kl = (plain.exp() * (plain - rounded)).sum(-1)[real]
+    assert 1e-8 < kl.mean() < 0.002, kl.mean()
+    again = copy.deepcopy(caches[None])
+    for layer in again.layers:
+        layer.prompt_precision = "8bit"
+    for count in (1, 127):
+        more, all_seen = torch.cat([ids, ids[:, :count]], 1), torch.cat([mask, torch.ones(2, count, dtype=mask.dtype)], 1)
+        given = {"attention_mask": all_seen, "position_ids": all_seen.cumsum(-1)[:, -count:] - 1}
+        found = [model(more[:, 300:], past_key_values=copy.deepcopy(cache), **given).logits for cache in (caches[None], again)]
+        assert torch.equal(*found)
+
+
+def test_who_asks_for_which_precision(llama):
+    """The argument goes before the policy; nothing said is 16 bits. A GPU that has no kernel, and latents, refuse it."""
+    rounded = Policy("int4", prompt_precision="8bit")
+    for asked, given, precision in (
+        ("int4", {}, "16bit"),
+        ("4bit", {"prompt_precision": "8bit"}, "8bit"),
+        (rounded, {}, "8bit"),
+        ({"format": "int4", "prompt_precision": "8bit"}, {}, "8bit"),
+        (rounded, {"prompt_precision": "16bit"}, "16bit"),
+    ):
+        assert {layer.prompt_precision for layer in QuantizedCache(llama.config, asked, **given).layers} == {precision}
+    with pytest.raises(ValueError, match=r"prompt_precision='fp8': one of 16bit, 8bit is needed"):
+        QuantizedCache(llama.config, prompt_precision="fp8")
+    with assumed.assuming(assumed.GPUS["a100"]):
+        cache, ids = QuantizedCache(llama.config, rounded), prompts([128])[0]
+        with torch.no_grad(), pytest.raises(ValueError, match=r"^prompt_precision=8bit: no dense backend"):
+            llama(ids, past_key_values=cache)
+        assert cache.get_seq_length() == 0
+    latent = transformers.DeepseekV3Config(num_hidden_layers=2, first_k_dense_replace=2)
+    assert QuantizedCache(latent, "int4").layers[0].prompt_precision == "16bit"
+    with pytest.raises(NotImplementedError, match="prompt_precision='8bit': latents"):
+        QuantizedCache(latent, rounded)
 
 
 def test_refusals(llama, tmp_path):

@@ -36,7 +36,7 @@ from vllm.v1.core.kv_cache_planning import DefaultKVCacheConfigBuilder  # noqa: 
 from vllm.v1.worker.worker_base import WorkerBase  # noqa: E402
 
 import quantkv.integrations.vllm as plug_in  # noqa: E402
-from quantkv import PagedCache, calls, get_format, implementations, known_models  # noqa: E402
+from quantkv import PagedCache, assumed, calls, get_format, implementations, known_models  # noqa: E402
 from quantkv.calls import AttendCall, AttentionOptions  # noqa: E402
 from quantkv.engine.layer import LayerAttention, PagedLayer  # noqa: E402
 from quantkv.engine.layer_config import LayerConfig  # noqa: E402
@@ -839,6 +839,20 @@ def test_chunks_are_an_option_of_the_layer(kv_cache_dtype, size):
     paged = impl.paged
     impl.process_weights_after_loading(torch.bfloat16)  # as weights that are loaded again
     assert impl.attention.options.window == (size or 0) and impl.paged is paged
+    impl.config.model_config = SimpleNamespace(is_mm_prefix_lm=False)
+    impl._set_options(prompt_precision="8bit")  # refused once the chunks are known
+    why = "no dense backend" if size is None else "chunks of 32 tokens"
+    with assumed.assuming(assumed.GPUS["a100"]), pytest.raises(ValueError, match=f"^prompt_precision=8bit: {why}"):
+        impl.process_weights_after_loading(torch.bfloat16)
+
+
+def test_profiling_claims_what_a_step_of_its_layer_takes(monkeypatch):
+    claimed, impl = [], QuantKVImpl.__new__(QuantKVImpl)
+    impl.attention = LayerAttention(4, options=AttentionOptions(prompt_precision="8bit"))
+    monkeypatch.setattr(implementation, "claim_scratch", lambda *given: claimed.append(given))
+    q, out = torch.zeros(5, 4, 64), torch.ones(5, 4, 64)
+    assert impl.forward(None, q, None, None, None, None, out) is out and not out.any()
+    assert claimed == [(q, impl.attention.options)]
 
 
 def layers_configuration(**attention):
@@ -882,6 +896,33 @@ def test_a_layer_is_what_vllm_says_of_it(made):
     assert (first.attention.num_heads, first.attention.scale, first.attention.own_rows) == (6, 0.125, True)
     assert first.attention.alibi_slopes.tolist() == [0.5] * 6 and second.attention.alibi_slopes is None
     assert first.attention.sinks is None and second.attention.sinks.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_precision_of_prompts_is_what_a_configuration_says(made, tmp_path):
+    """And is refused, before weights are loaded, where nobody serves it."""
+    config, _ = made
+    Policy("int4", prompt_precision="8bit").save(tmp_path / "policy.json")
+    config.model_config.is_mm_prefix_lm = False
+
+    def precision(dtype="quantkv_int4", *given, **options):
+        config.cache_config.cache_dtype, config.additional_config = dtype, options
+        return QuantKVImpl(4, 64, 0.125, 2, *given).attention.options.prompt_precision
+
+    named = {"quantkv_policy": str(tmp_path / "policy.json")}
+    assert precision() == "16bit" and precision(quantkv_prompt_precision="8bit") == precision("quantkv_policy", **named) == "8bit"
+    assert precision("quantkv_policy", **named, quantkv_prompt_precision="16bit") == "16bit"
+    with pytest.raises(ValueError, match="quantkv_prompt_precision='fp8': one of 16bit, 8bit is needed"):
+        precision(quantkv_prompt_precision="fp8")
+    with assumed.assuming(assumed.GPUS["a100"]):
+        assert precision() == "16bit"
+        with pytest.raises(ValueError, match=r"^prompt_precision=8bit: no dense backend"):
+            precision(quantkv_prompt_precision="8bit")
+    with assumed.assuming(assumed.GPUS["h100"]), pytest.raises(ValueError, match=r"^prompt_precision=8bit: alibi_slopes"):
+        precision("quantkv_int4", [0.5] * 4, quantkv_prompt_precision="8bit")
+    config.model_config.is_mm_prefix_lm = True
+    assert precision() == "16bit"
+    with pytest.raises(NotImplementedError, match="quantkv_prompt_precision='8bit' with images"):
+        precision(quantkv_prompt_precision="8bit")
 
 
 def test_a_policy_that_a_layer_cannot_have_is_refused_with_it(made, tmp_path):
@@ -933,6 +974,10 @@ def test_a_layer_of_latents_is_what_vllm_says_of_it(made, monkeypatch):
     )
     usual = {"num_heads": 4, "head_size": 320, "scale": 0.1, "num_kv_heads": 1, "attn_type": "decoder"}
     usual |= dict.fromkeys(("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name", "indexer"))
+    config.model_config.is_mm_prefix_lm, config.additional_config = False, {"quantkv_prompt_precision": "8bit"}
+    with pytest.raises(NotImplementedError, match=r"quantkv_prompt_precision='8bit' with latents \(MLA\): 16bit is needed"):
+        mla.QuantKVLatentImpl(**usual, kv_cache_dtype="quantkv_int4")
+    config.additional_config = None
     impl = mla.QuantKVLatentImpl(**usual, kv_cache_dtype="quantkv_int4")
     assert (impl.attention.num_heads, impl.attention.scale, impl.kv_cache_dtype) == (4, 0.1, "quantkv_int4")
     assert impl.reads_own_rows and not impl.attention.own_rows and not impl.supports_quant_query_input
@@ -1064,15 +1109,18 @@ def test_a_batch_is_what_its_lengths_say(case, builder):
     assert found.block_table.shape == (served, 8)
 
 
-@pytest.mark.parametrize("invariant", [False, True])
-def test_lengths_of_a_mixed_step_where_vllm_does_not_know_them(invariant, builder, monkeypatch):
-    """They are read from the device where who serves a sequence must not depend on the others."""
+@pytest.mark.parametrize("invariant, precision", [(False, "16bit"), (True, "16bit"), (False, "8bit")])
+def test_lengths_of_a_mixed_step_where_vllm_does_not_know_them(invariant, precision, builder, monkeypatch):
+    """They are read from the device where who serves a sequence must not depend on the others, or depends on whether it is a prompt."""
+    options = [AttentionOptions(), AttentionOptions(prompt_precision=precision)]
+    builder.layers = [SimpleNamespace(impl=SimpleNamespace(attention=LayerAttention(4, options=given))) for given in options]
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
     builder.device = torch.device("cuda")
     given = common([1, 20], [5, 30])
     assert builder.build(0, given).batch.lengths == ((1, 5), (20, 30))
     given.seq_lens_cpu_upper_bound = None
-    assert builder.build(0, given).batch.lengths == (((1, 5), (20, 30)) if invariant else None)
+    known = invariant or precision == "8bit"
+    assert builder.build(0, given).batch.lengths == (((1, 5), (20, 30)) if known else None)
 
 
 def test_a_graph_has_no_bound_of_the_longest_sequence(builder):

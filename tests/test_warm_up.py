@@ -104,13 +104,14 @@ def steps(rng, num_heads, num_kv_heads, head_size, block_size, longest, count, v
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="what is compiled is worked out without a GPU")
-@pytest.mark.parametrize("target", ["H100", "A100"])
+@pytest.mark.parametrize("target, precision", [("H100", "16bit"), ("A100", "16bit"), ("H100", "8bit")])
 @pytest.mark.parametrize("model", GEOMETRIES)
 @pytest.mark.parametrize("own", [False, True])
-def test_an_engine_compiles_nothing_after_its_warm_up(own, model, target, monkeypatch):
+def test_an_engine_compiles_nothing_after_its_warm_up(own, model, target, precision, monkeypatch):
     """Random steps of decode, verification, short and long prompts, whole and in part: all that they would compile was compiled. own: they
-    read their own rows."""
+    read their own rows. precision: of prompts; what else is compiled does not depend on it."""
     heads, kv_heads, size, options, block_size, longest, name = GEOMETRIES[model]
+    options = options | {"prompt_precision": precision}
     from compiled import Gpu
 
     gpu, spec = Gpu(monkeypatch, target), get_format(name, torch.bfloat16).cache_spec(kv_heads, size, block_size=block_size)
@@ -128,6 +129,10 @@ def test_an_engine_compiles_nothing_after_its_warm_up(own, model, target, monkey
         found.append(gpu.found - compiled)
     assert len(found) == 40
     assert not set().union(*found)
+    made = [what for what in compiled if isinstance(what, tuple)]
+    rounding = {"round_keys_kernel", "round_queries_kernel", "sample_mean_kernel"} & {what[0] for what in made}
+    assert len(rounding) == (3 if precision == "8bit" else 0)
+    assert {what[1][-1] for what in made if what[0] == "prompt"} == {precision == "8bit"}
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="what is compiled is worked out without a GPU")

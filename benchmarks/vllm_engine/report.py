@@ -51,7 +51,7 @@ def main() -> None:
 
 def speeds(results: list[dict]) -> list[str]:
     """The table of tokens a second, by scenario and type."""
-    types = list(dict.fromkeys(engine["type"] for engine in results if engine["job"] in ("main", "reasoning", *JOBS)))
+    types = list(dict.fromkeys(engine["type"] for engine in results if engine["job"] in ("main", "reasoning", "long_prompts", *JOBS)))
     types.sort(key=lambda t: (t.startswith("quantkv"), t != BASE))
     table: dict[str, dict[str, str]] = {}
     for engine in results:

@@ -10,6 +10,9 @@ line of results.jsonl in --out, and `report.py` makes the table. Jobs:
                quantkv_policy:FORMAT is FORMAT with a calibration (random numbers), rounded by its Hessian, and full-precision tokens. Its
                contexts, and a preset's, are computed, as full-precision tokens are of pages that were written here
     reasoning  the same model: short prompts, long answers, all at once
+    long_prompts
+               the same model: the time to the first token of one prompt of 32,768 and of 131,072 tokens. Every type of quantkv takes
+               +8bit behind it: its prompts have 8-bit scores
     latents16, latents128
                DeepSeek-V3's geometry with 16 or 128 heads: 16 layers, each with an eighth of a dense layer's inner size and no experts
     cache      a model of two layers: answers from the prefix cache, and of requests that were preempted, against those asked alone
@@ -43,7 +46,10 @@ from random_models import DEEPSEEK_V3, LLAMA_8B, LLAMA_70B, SMALL, write_config
 
 GRAPHS = (1, 2, 4, *range(8, 129, 8), *range(144, 1024, 16))  # sequences that decode together: close to each other, as vLLM's own
 POLICY = "quantkv_policy"
+EIGHT_BIT = "+8bit"
+LONG = (32768, 131072)  # tokens of a prompt
 GEOMETRIES = {
+    "long_prompts": LLAMA_8B | {"max_position_embeddings": 2 * LONG[-1]},
     "two_gpus": LLAMA_70B,
     "two_gpus_reasoning": LLAMA_70B,
     "two_gpus_latents": DEEPSEEK_V3 | {"num_attention_heads": 32, "num_key_value_heads": 32, "intermediate_size": 4608},
@@ -55,8 +61,9 @@ FROM_CHECKPOINT = ("one_rank", "two_ranks")
 ON_TWO = ("two_gpus", "two_gpus_reasoning", "two_gpus_latents", "two_ranks")
 DRAFTS = {"ngram": 4, "eagle3": 3}  # tokens of a draft
 ACCEPTED = 2.5  # tokens of a step and sequence, the one that is no draft's included
-JOBS = ("smoke", "main", "reasoning", "latents16", "latents128", "cache", *DRAFTS, "invariant", "one_rank", *ON_TWO)
+JOBS = ("smoke", "main", "reasoning", "long_prompts", "latents16", "latents128", "cache", *DRAFTS, "invariant", "one_rank", *ON_TWO)
 REASONING = ("reasoning", "two_gpus_reasoning")
+COMPUTED = ("cache", "long_prompts", *REASONING)  # jobs of which no context counts as computed
 DECODING = ("main", "latents16", "latents128", *DRAFTS)  # jobs that take --decode
 CACHES = ("QUANTKV_CACHE", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")  # folders of kernels
 CACHE_BLOCKS = 66  # of 16 tokens: they hold one request of the longest, and not the four of the job `cache`
@@ -65,14 +72,19 @@ FIT = {"auto": 104, "fp8": 208, "quantkv_int8": 208, "quantkv_int4": 400, "quant
 
 def calibrated_format(kv_type: str) -> str | None:
     """The format of a type quantkv_policy:FORMAT; None for any other."""
-    return kv_type.partition(":")[2] or None
+    return kv_type.removesuffix(EIGHT_BIT).partition(":")[2] or None
 
 
 def computes_contexts(kv_type: str, args) -> bool:
     """Whether contexts are computed rather than counted as computed: full-precision tokens are of pages that were written here."""
     from quantkv.integrations.asked import presets
 
-    return kv_type in args.computed.split(",") or calibrated_format(kv_type) is not None or kv_type in presets()
+    return kv_type in args.computed.split(",") or calibrated_format(kv_type) is not None or vllm_type(kv_type) in presets()
+
+
+def vllm_type(kv_type: str) -> str:
+    """What vLLM takes for a type, which may have more to it."""
+    return kv_type.removesuffix(EIGHT_BIT).partition(":")[0]
 
 
 def plugins(kv_type: str) -> str:
@@ -112,7 +124,8 @@ def engine(job: str, kv_type: str, out: Path, args) -> object:
     graphs = [*(n for n in GRAPHS if n < most), most]
     options = common_arguments(kv_type, graphs) | {
         "load_format": "dummy",
-        "kv_cache_dtype": kv_type.partition(":")[0],
+        "kv_cache_dtype": vllm_type(kv_type),
+        "additional_config": {"quantkv_prompt_precision": "8bit"} if kv_type.endswith(EIGHT_BIT) else {},
         "max_num_seqs": most,
         "max_num_batched_tokens": 8192 + most,
         "enable_prefix_caching": False,
@@ -124,10 +137,12 @@ def engine(job: str, kv_type: str, out: Path, args) -> object:
         workers.keep_flash_attention_3()
     if job == "cache":
         options |= {"enable_prefix_caching": True, "max_model_len": 1024, "block_size": 16, "num_gpu_blocks_override": CACHE_BLOCKS}
+    if job == "long_prompts":
+        options["max_model_len"] = LONG[-1] + 1024
     if job not in FROM_CHECKPOINT:
         workers.draw_weights_at_load()
     if fmt := calibrated_format(kv_type):
-        options["additional_config"] = {"quantkv_policy": checkpoint.write_calibrated_policy(folder, geometry, fmt)}
+        options["additional_config"]["quantkv_policy"] = checkpoint.write_calibrated_policy(folder, geometry, fmt)
     if job in ON_TWO:
         options["tensor_parallel_size"] = 2
         workers.no_multicast()
@@ -135,11 +150,11 @@ def engine(job: str, kv_type: str, out: Path, args) -> object:
         options["load_format"] = "safetensors"
         checkpoint.write_weights(folder, geometry)
         if kv_type == POLICY:
-            options["additional_config"] = {"quantkv_policy": checkpoint.write_policy(folder, geometry)}
+            options["additional_config"]["quantkv_policy"] = checkpoint.write_policy(folder, geometry)
     if job in DRAFTS:
         options["speculative_config"] = drafts(job, out)
         options["compilation_config"]["cudagraph_capture_sizes"] = [(1 + DRAFTS[job]) * n for n in (1, 8, 32, 40, 48, most)]
-    if job not in ("cache", *REASONING) and not computes_contexts(kv_type, args):
+    if job not in COMPUTED and not computes_contexts(kv_type, args):
         options["kv_transfer_config"] = {"kv_connector": "BenchConnector", "kv_connector_module_path": "connector", "kv_role": "kv_both"}
     return LLM(str(folder), **options | json.loads(args.extra))
 
@@ -186,6 +201,10 @@ def measure(job: str, kv_type: str, out: Path, args) -> dict:
         return found
     if job in REASONING:
         note("reasoning", scenarios.reasoning, *args.thinking)
+        return found
+    if job == "long_prompts":
+        for tokens in LONG:
+            note("prefill", scenarios.prefill, 1, tokens)
         return found
     if job == "main" and args.prompts:
         note("prefill", scenarios.prefill, 8, 8192)

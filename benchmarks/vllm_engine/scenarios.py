@@ -72,7 +72,8 @@ def prefill(llm, sequences: int, context: int) -> dict:
     for seed in (5, 7):
         names, seconds, steps = begin(engine, prompts(sequences, context, seed), sampling(4))
         drain(engine, names)
-    return {"sequences": len(names), "context": context, "steps": steps, "tokens_per_s": round(sequences * context / seconds, 1)}
+    rate = round(sequences * context / seconds, 1)
+    return {"sequences": len(names), "context": context, "steps": steps, "first_tokens_s": round(seconds, 3), "tokens_per_s": rate}
 
 
 def serving(llm, requests: int, rate: float, new: int = 256, shortest: int = 512, longest: int = 16384) -> dict:

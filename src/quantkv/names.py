@@ -1,4 +1,4 @@
-"""How formats are named: aliases, "K/V" for the K of one with the V of another, and "K+R" for latents. Pure Python."""
+"""How formats are named: aliases, "K/V" for the K of one with the V of another, and "K+R" for latents; and precisions. Pure Python."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ PLAIN = ("none", "auto")  # keys and values as given
 PREFIX = "quantkv_"  # of the types that vLLM knows
 LATENT = "+"  # between what a latent and what its rotated dimensions are stored in
 JOINTS = ("/", LATENT)  # of two formats; no format is named so
+PRECISIONS = ("16bit", "8bit")  # of the scores of prompts
 
 
 def pair(name: str) -> list[str]:

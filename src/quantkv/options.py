@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from . import checks
+from .names import PRECISIONS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 BOOLS = (torch.bool,)
 LARGEST_SOFTCAP = 512  # kernels compute tanh from an exponential, to 2^-23 of 1: so large, scores are off by 6e-5
-PRECISIONS = ("16bit", "8bit")  # of scores
 PROMPT_QUERIES = 128  # of a sequence: from so many on it is a prompt
 WIDEST = 1 << 30  # a window: no position is as large, and their sum is an int32 of the kernels
 

@@ -41,6 +41,8 @@ class Policy:
         cannot; "require": it refuses where it cannot; "off": it never does.
     prompt: "own": a sequence with several new tokens reads the rows of these as the model computed them; "stored": it reads pages alone,
         so that its answer does not depend on how a prompt was cut.
+    prompt_precision: "8bit": scores of sequences with at least 128 new tokens are products of 8-bit integers, as of `AttentionOptions`.
+        What pages hold does not depend on it.
     """
 
     format: str
@@ -50,6 +52,7 @@ class Policy:
     full_precision: FullPrecisionTokens | None = None
     statistics: str = "off"
     prompt: str = policy_file.PROMPTS[0]
+    prompt_precision: str = policy_file.PRECISIONS[0]
 
     def __post_init__(self) -> None:
         get_format(self.format)
@@ -60,8 +63,8 @@ class Policy:
             get_format(name)
         for name, kind in (("calibration", Calibration), ("full_precision", FullPrecisionTokens)):
             instance(name, getattr(self, name), (kind, type(None)), f"{kind.__name__} or None")
-        policy_file.check_statistics(self.statistics)
-        policy_file.check_prompt("prompt", self.prompt)
+        for name in policy_file.CHOICES:
+            policy_file.check_choice(name, name, getattr(self, name))
 
     @classmethod
     def load(cls, path: str | Path, *, elsewhere: bool = False) -> Policy:
@@ -72,13 +75,14 @@ class Policy:
         [HK or 1, D, D]`, `layers.3.k.inverse` and, where wanted, `layers.3.k.metric` and, for keys, `layers.3.k.offset [buckets, HK or 1,
         D]`, float32; the digest in its metadata, which `save` writes, is checked where there is one. calibration: a file of
         `Calibration.save`, likewise beside it. full_precision: numbers of `FullPrecisionTokens`. prompt: "own" or "stored".
+        prompt_precision: "16bit" or "8bit".
         elsewhere: whether the names of these files may lead out of the policy's folder, by `..` or from the root.
         ValueError naming what is wrong.
         """
         path, given = Path(path), policy_file.read(path, elsewhere=elsewhere)
         maps = _read_maps(path.parent / given.maps) if given.maps is not None else {}
         calibration = Calibration.load(path.parent / given.calibration) if given.calibration is not None else None
-        return cls(given.format, given.layers, maps, calibration, given.full_precision, given.statistics, given.prompt)
+        return cls(given.format, given.layers, maps, calibration, given.full_precision, **_chosen(given))
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Policy:
@@ -89,8 +93,7 @@ class Policy:
             file = getattr(parsed, name)
             if file is not None:
                 refuse(f"policy.{name}", repr(file), f"a dict has no folder to look in: write Policy(..., {name}=...) or a policy's path")
-        more = {"statistics": parsed.statistics, "prompt": parsed.prompt}
-        return cls(parsed.format, parsed.layers, full_precision=parsed.full_precision, **more)
+        return cls(parsed.format, parsed.layers, full_precision=parsed.full_precision, **_chosen(parsed))
 
     @classmethod
     def given(cls, value: Any) -> Policy | None:
@@ -131,10 +134,9 @@ class Policy:
                 refuse("calibration", str(file), "it holds another calibration than the policy")
         if self.full_precision is not None:
             given["full_precision"] = {"sink": self.full_precision.sink, "recent": self.full_precision.recent}
-        if self.statistics != "off":
-            given["statistics"] = self.statistics
-        if self.prompt != policy_file.PROMPTS[0]:
-            given["prompt"] = self.prompt
+        given |= {
+            name: said for name, said in _chosen(self).items() if said != policy_file.CHOICES[name][0]
+        }  # older versions read the others
         whole_file.write(path, (json.dumps(given, indent=2) + "\n").encode())  # last: it names the others
 
     def check(self, num_layers: int) -> None:
@@ -171,6 +173,11 @@ class Policy:
         """
         held = [number for number in range(num_layers) if self.calibration is None or number in self.calibration.layers]
         return meaning_digest([[number, *rows_meaning(self.of(number, dtype), self.maps_of(number))] for number in held])
+
+
+def _chosen(given: Policy | policy_file.PolicyFile) -> dict[str, str]:
+    """The fields of `policy_file.CHOICES`."""
+    return {name: getattr(given, name) for name in policy_file.CHOICES}
 
 
 def _is_number(key: Any) -> bool:

@@ -9,13 +9,19 @@ from typing import Any
 
 from . import deprecated, plain_json, whole_file
 from .full_precision import FullPrecisionTokens
+from .names import PRECISIONS
 from .refusals import integer, refuse
 
 VERSION = 1
 DIGITS = 5  # of a layer's number in a file: a longer one is damage, and a range of so many layers would take all memory
-FIELDS = ("policy_version", "format", "layers", "maps", "calibration", "full_precision", "statistics", "prompt")
+FIELDS = ("policy_version", "format", "layers", "maps", "calibration", "full_precision", "statistics", "prompt", "prompt_precision")
 STATISTICS = ("off", "auto", "require")  # whether an engine measures the model where nothing was calibrated
 PROMPTS = ("own", "stored")  # what sequences with several new tokens read of these
+CHOICES = {
+    "statistics": STATISTICS,
+    "prompt": PROMPTS,
+    "prompt_precision": PRECISIONS,
+}  # fields, and what each may be; the first by default
 _WINDOW = {"sink": 16, "recent": 24}
 PRESETS: dict[str, dict[str, Any]] = {  # policies by bits, which are right with nothing set up
     "8bit": {"format": "int8", "full_precision": _WINDOW, "statistics": "auto"},
@@ -30,8 +36,8 @@ class PolicyFile:
     """What a file says.
 
     format: of the layers that `layers` does not name. layers: format of a layer by its number. maps, calibration: names of files beside
-    it; None: it names none. full_precision: tokens with 16-bit copies; None: there are none. statistics: one of `STATISTICS`.
-    prompt: one of `PROMPTS`.
+    it; None: it names none. full_precision: tokens with 16-bit copies; None: there are none. statistics, prompt,
+    prompt_precision: of `CHOICES`.
     """
 
     format: str
@@ -41,6 +47,7 @@ class PolicyFile:
     full_precision: FullPrecisionTokens | None = None
     statistics: str = "off"
     prompt: str = PROMPTS[0]
+    prompt_precision: str = PRECISIONS[0]
 
     def name_of(self, layer: int) -> str:
         """Name of a layer's format."""
@@ -67,12 +74,6 @@ def named(name: str) -> PolicyFile:
     return parse({"policy_version": VERSION, **PRESETS[name]}) if name in PRESETS else read(name)
 
 
-def check_statistics(given: Any) -> None:
-    """ValueError for anything but one of `STATISTICS`."""
-    if given not in STATISTICS:
-        refuse("policy.statistics", repr(given), f"one of {', '.join(STATISTICS)} is needed")
-
-
 def parse(given: Any, elsewhere: bool = False) -> PolicyFile:
     """What the object of a file says; elsewhere: as of `read`. ValueError naming what is wrong."""
     if isinstance(given, dict):
@@ -86,20 +87,15 @@ def parse(given: Any, elsewhere: bool = False) -> PolicyFile:
             refuse(f"policy.{name}", given[name], "the name of a file beside the policy is needed")
         if name in given and not elsewhere:
             check_name(f"policy.{name}", given[name])
-    layers, full_precision, statistics = (
-        _layers(given.get("layers", {})),
-        _full_precision(given.get("full_precision")),
-        given.get("statistics", "off"),
-    )
-    check_statistics(statistics)
-    prompt = check_prompt("policy.prompt", given.get("prompt", PROMPTS[0]))
-    return PolicyFile(given["format"], layers, given.get("maps"), given.get("calibration"), full_precision, statistics, prompt)
+    layers, full_precision = _layers(given.get("layers", {})), _full_precision(given.get("full_precision"))
+    chosen = {name: check_choice(f"policy.{name}", name, given.get(name, allowed[0])) for name, allowed in CHOICES.items()}
+    return PolicyFile(given["format"], layers, given.get("maps"), given.get("calibration"), full_precision, **chosen)
 
 
-def check_prompt(argument: str, given: Any) -> str:
-    """One of `PROMPTS` as it is. ValueError for anything else."""
-    if given not in PROMPTS:
-        refuse(argument, repr(given), f"one of {', '.join(PROMPTS)} is needed")
+def check_choice(argument: str, name: str, given: Any) -> str:
+    """One of `CHOICES[name]` as it is. ValueError for anything else."""
+    if not isinstance(given, str) or given not in CHOICES[name]:
+        refuse(argument, repr(given), f"one of {', '.join(CHOICES[name])} is needed")
     return given
 
 

@@ -17,6 +17,7 @@ from .calls import AttendCall, AttentionOptions, Batch, OwnRows, WriteCall
 from .copies import CacheWithCopies, FullPrecisionStep, with_room_for_one
 from .full_precision import FullPrecisionTokens
 from .implementations import Call, batches
+from .options import PRECISIONS
 from .prepared import PreparedAttend
 
 QUERIES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32, 33, 64, 65, 127, 128, 512)  # of a sequence of `mixed_batches`
@@ -258,7 +259,7 @@ class _Given:
         for lengths in sizes.mixed:
             call = self.attend(Batch(*self.starts(lengths), lengths=lengths, chunks=self.chunks))
             for run in batches.cut(call):
-                yield f"attend of {_described(run.call.batch)}", run.call
+                yield f"attend of {_described(run.call)}", run.call
 
     def others(self, batch_sizes: Iterable[int]) -> Iterable[Call]:
         """Steps of a few queries a sequence, of other numbers of sequences and other lengths, which may be served by other kernels.
@@ -336,7 +337,8 @@ class _Given:
         return self.held[name][:rows]
 
 
-def _described(batch: Batch) -> str:
-    """A batch of sequences of one length."""
-    queries, keys = batch.lengths[0]
-    return f"{batch.num_seqs} x {queries} queries of {keys} keys"
+def _described(call: AttendCall) -> str:
+    """A call of sequences of one length."""
+    (queries, keys), precision = call.batch.lengths[0], call.options.prompt_precision
+    scores = f" with {precision} scores" if precision != PRECISIONS[0] else ""
+    return f"{call.batch.num_seqs} x {queries} queries of {keys} keys{scores}"

@@ -345,7 +345,7 @@ def test_doctor_without_a_gpu(doctor, run):
     code, told = doctor()
     assert code == told["exit_code"] == 1
     assert {"level": "slower", "what": "no GPU: attention runs on the CPU", "mend": None} in told["findings"]
-    kinds = ["write of a token", "write of 512 tokens", "decode", "verification of 4 drafts", "a prompt"]
+    kinds = ["write of a token", "write of 512 tokens", "decode", "verification of 4 drafts", "a prompt", "a prompt with 8-bit scores"]
     assert [row["what"] for row in told["serves"]] == kinds and told["versions"]["torch"] in torch.__version__
     code, out, _ = run("doctor", "llama-3-8b")
     assert code == 1 and "slower: no GPU" in out and "take: with nothing set up: 8bit, 4bit, 3bit, 2bit" in out

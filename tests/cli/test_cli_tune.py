@@ -88,8 +88,8 @@ def test_a_budget_that_is_too_small_says_what_is_possible():
     }
     chosen = allocate(room.choices(lost), room.left(52 + share))  # half of the steps
     assert room.bytes_per_head(chosen) == pytest.approx(36 + 2 * 16 * 3 / 6 + share)
-    made = tune.policy_of(chosen, Policy("levels2", full_precision=FullPrecisionTokens(16, 24)))
-    assert made.full_precision == FullPrecisionTokens(16, 24)
+    made = tune.policy_of(chosen, Policy("levels2", full_precision=FullPrecisionTokens(16, 24), prompt="stored", prompt_precision="8bit"))
+    assert made.full_precision == FullPrecisionTokens(16, 24) and (made.prompt, made.prompt_precision) == ("stored", "8bit")
     assert [made.of(layer).name for layer in range(3)] == ["levels4", "levels4/levels2", "levels2"]
 
 

@@ -34,13 +34,14 @@ def collected(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what is compiled is worked out without a GPU")
-@pytest.mark.parametrize("gpu", ["H100", "A100"])
-@pytest.mark.parametrize("name", ["int4", "4bit"])
+@pytest.mark.parametrize(
+    "name, gpu", [("int4", "H100"), ("4bit", "H100"), ("int4", "A100"), ("4bit", "A100"), ("int4 with 8-bit prompts", "H100")]
+)
 def test_ahead_is_what_a_start_compiles(name, gpu, collected, monkeypatch):
     """The same kernels, for the same numbers, as a start on that GPU."""
     from compiled import Gpu
 
-    policy = FOUR if name == "4bit" else Policy(name)
+    policy = FOUR if name == "4bit" else Policy("int4", prompt_precision="8bit" if "prompts" in name else "16bit")
     model = configs.describe("layers=3,heads=4,kv_heads=2,head_size=64").model
     (made,) = ahead.compile_ahead(model, policy, assumed.GPUS[gpu.lower()], LIMITS, block_size=16)
     assert made.layers == (0, 1, 2) and made.format == policy.format and (made.kernels["nvrtc"] > 5) == (gpu == "H100")
@@ -49,12 +50,19 @@ def test_ahead_is_what_a_start_compiles(name, gpu, collected, monkeypatch):
     for each in mine:
         there._launched(each) if isinstance(each, launch.Launch) else there.found.add(each)
     mine = {what for what in there.found if not isinstance(what, PrefillConfig)}
+    assert ("round_queries_kernel" in {what[0] for what in mine if isinstance(what, tuple)}) == ("prompts" in name)
     assert len(mine) > 15 and len(there.found) - len(mine) == (gpu == "H100")  # one for prompts
     there.found.clear()
     paged, attention = ahead._layer(model, policy, 0, model.layers[0], 1, torch.bfloat16)
     warm_up(paged, attention, LIMITS, paged.allocate(1, 16, torch.device("cpu")))
     start = there.found | there.ahead | {each for each in collected if not isinstance(each, launch.Launch)}
     assert {what for what in start if not isinstance(what, tuple) or what[0] != "prompt"} == mine
+
+
+def test_a_gpu_without_kernels_for_8_bit_prompts_is_refused():
+    model = configs.describe("layers=3,heads=4,kv_heads=2,head_size=64").model
+    with pytest.raises(ValueError, match=r"^prompt_precision=8bit: no dense backend"):
+        next(ahead.compile_ahead(model, Policy("int4", prompt_precision="8bit"), assumed.GPUS["a100"], LIMITS))
 
 
 def test_kinds_of_layers(monkeypatch):

@@ -126,6 +126,21 @@ def test_prompts_read_their_own_rows_as_given(tmp_path, prompt):
     assert off.max() < 1e-4 if prompt == "own" else off.mean() > 1.0
 
 
+def test_prompts_with_8_bit_scores(tmp_path):
+    """They lose little, and something; who serves is said in the log."""
+    folder = tiny_models.write("llama", tmp_path)
+    given = {"environment": {"QUANTKV_PROMPT_PRECISION": "8bit"}, "scored": True, "json_model_override_args": "{}"}
+    report = engine.run(folder, "quantkv_int8", [LONG, LONG[:100]], **given)
+    off, short = (
+        (torch.tensor(found) - references.scored(folder, tokens)).abs()
+        for found, tokens in zip(report.answers[0].prompt_logprobs, (LONG, LONG[:100]))
+    )
+    assert 1e-4 < off.mean() < 0.1 and short.max() < 1e-4
+    assert "128 queries among others with 8bit scores by reference" in report.log
+    refused = engine.run(folder, "quantkv_int8", environment={"QUANTKV_PROMPT_PRECISION": "fp8"}, json_model_override_args="{}")
+    assert "QUANTKV_PROMPT_PRECISION='fp8': one of 16bit, 8bit is needed" in refused.error
+
+
 SWA = {"hidden_act": "gelu_pytorch_tanh", "is_hybrid_swa": True, "hybrid_layer_pattern": [1, 0]}  # layer 0 gets SGLang's pool for windows
 # SGLang has it for models that a CPU does not run; of Gemma 2 it keeps all layers in one pool.
 ALLOWED = """

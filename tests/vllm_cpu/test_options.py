@@ -59,6 +59,16 @@ def test_prompts_lose_nothing_to_their_own_rows(smollm2):
     assert cut[:63].max() < 2e-4 < cut[64:].mean() < stored.mean()
 
 
+def test_prompts_with_8_bit_scores(smollm2):
+    """They lose little, and something; a prompt of fewer than 128 tokens loses nothing. Who serves is said in the log."""
+    asked = {"additional_config": {"quantkv_prompt_precision": "8bit"}}
+    for text, least, most in ((prompts.SCORED, 1e-4, 0.1), (prompts.SCORED[:200], 0, 0)):
+        plain, report = (engine.run(smollm2, "quantkv_int8", [text], **ASK, **given) for given in ({}, asked))
+        off = (scores(report) - scores(plain)).abs()
+        assert (len(off) >= 128) == (most > 0) and least <= off.mean() <= most, (len(off), off.mean())
+    assert "128 queries among others with 8bit scores by reference" in report.log and "8bit scores" not in plain.log
+
+
 @pytest.mark.parametrize("layout", ["BLHNC", "BHLNC", "LHBNC"])
 def test_a_layout_changes_no_bit(smollm2, layout):
     wanted = engine.run(smollm2, "quantkv_int8", SCORED, **ASK)

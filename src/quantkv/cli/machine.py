@@ -143,8 +143,8 @@ def _hopper() -> Finding:
 
 
 def serves(torch: Any, name: str, num_heads: int, num_kv_heads: int, head_size: int, head_size_v: int) -> list[dict[str, Any]]:
-    """Who serves decode, verification, prompts and writes of a format here, and why not who goes before. ValueError for heads that the
-    format cannot take."""
+    """Who serves decode, verification, writes and prompts, at both precisions, of a format here, and why not who goes before. ValueError
+    for heads that the format cannot take."""
     from ..cache import PagedCache
     from ..format import get_format
     from ..warmup import who_serves
@@ -157,4 +157,9 @@ def serves(torch: Any, name: str, num_heads: int, num_kv_heads: int, head_size: 
     for what, (chosen, refusals) in who_serves(cache, num_heads, **sizes).items():
         word = next((w for key, w in words.items() if key in what), what.replace("1 tokens", "a token"))
         rows.append({"what": word, "by": chosen, "not": refusals})
-    return rows
+    sizes |= {"query_lens": (512,), "write_sizes": ()}
+    try:
+        ((chosen, refusals),) = who_serves(cache, num_heads, **sizes, prompt_precision="8bit").values()
+    except ValueError as error:
+        chosen, refusals = "nobody", {"on a GPU": str(error)}
+    return [*rows, {"what": "a prompt with 8-bit scores", "by": chosen, "not": refusals}]

@@ -171,7 +171,8 @@ def policy_of(chosen: dict[tuple[int, str], Choice], base: Policy) -> Policy:
     names = {layer: get_format(f"{chosen[layer, 'k'].name}/{chosen[layer, 'v'].name}").name for layer in layers}
     common = Counter(names.values()).most_common(1)[0][0]
     others = {layer: name for layer, name in sorted(names.items()) if name != common}
-    return Policy(common, others, calibration=base.calibration, full_precision=base.full_precision, prompt=base.prompt)
+    prompts = {"prompt": base.prompt, "prompt_precision": base.prompt_precision}
+    return Policy(common, others, calibration=base.calibration, full_precision=base.full_precision, **prompts)
 
 
 def figures(lost: Sensitivities, chosen: dict[tuple[int, str], Choice]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ..options import AttentionOptions
 from ..policy import Policy
 from .layer import LayerAttention, PagedLayer
 from .layer_config import UNQUANTIZED, LayerConfig
-from .warm_up import StepLimits, _calls
+from .warm_up import StepLimits, _calls, check_prompts
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ def compile_ahead(
             progress(done, len(made))
         begun, pages = time.monotonic(), paged.allocate(1, block_size, torch.device("cpu"))
         with assumed.assuming(gpu):
+            check_prompts(attention, paged.heads, dtype, pages.device)
             calls = _calls(paged, attention, limits, pages.device)
             mixed = warmup.mixed_batches(
                 attention.num_heads, calls["batch_sizes"][-1], calls["write_sizes"][-1], limits.max_seq_len, attention.own_rows
@@ -75,7 +76,7 @@ def _layer(model: Model, policy: Policy, number: int, layer: Layer, ranks: int, 
     """A layer of one rank, and what its calls have in common."""
     total, size, size_v = layer.heads
     heads = Heads(max(total // ranks, 1), size, size_v)
-    options: dict[str, Any] = {"window": layer.window}
+    options: dict[str, Any] = {"window": layer.window, "prompt_precision": policy.prompt_precision}
     if layer.kind == "chunked":
         options["chunk_lookback"] = 0
     config = LayerConfig.of(policy, number, dtype, heads, heads.num_kv_heads, by_position=layer.window > 0)

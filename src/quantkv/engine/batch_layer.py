@@ -15,12 +15,13 @@ from ..copies import CacheWithCopies
 from ..format import Format
 from ..formats import get_format
 from ..geometry import Heads, Kind
-from ..options import AttentionOptions
+from ..options import PRECISIONS, PROMPT_QUERIES, AttentionOptions
 from .decode_metadata import DecodeMetadata, mask_summary
 from .forward_metadata import to_device
-from .layer import PagedLayer
+from .layer import LayerAttention, PagedLayer
 from .layer_config import LayerConfig
 from .sequences import Sequences
+from .warm_up import check_prompts
 
 GROWTH = 1.25  # a pool that is full grows by this factor: what is allocated stays close to what is used
 
@@ -31,13 +32,22 @@ class BatchLayer:
     requested: its format, by name or as one. sequences: the pages of the batch, which it shares with the layers of its kind.
     stored_dtype: what format "none" stores; None: what the model computes.
     prompt: "own": sequences with several new tokens read the rows of these as given; "stored": all is read from the pages.
-    num_tokens: tokens a sequence to allocate pages for at once.
+    num_tokens: tokens a sequence to allocate pages for at once. prompt_precision: of the scores of sequences with many new tokens.
     index: its number in a pass. turn: passes that it went through.
     config: how its rows are stored, as far as that is known; it may be replaced until the first rows. pages: None before these.
     """
 
-    def __init__(self, fmt: str | Format, sequences: Sequences, dtype: torch.dtype | None, prompt: str, num_tokens: int) -> None:
+    def __init__(
+        self,
+        fmt: str | Format,
+        sequences: Sequences,
+        dtype: torch.dtype | None,
+        prompt: str,
+        num_tokens: int,
+        prompt_precision: str = PRECISIONS[0],
+    ) -> None:
         self.requested, self.stored_dtype, self.prompt, self.num_tokens = fmt, dtype, prompt, num_tokens
+        self.prompt_precision = prompt_precision
         self.sequences, self.index, self.turn = sequences, sequences.cache_positions.num_layers, 0
         sequences.cache_positions.num_layers += 1
         sequences.num_tokens = max(sequences.num_tokens, num_tokens)
@@ -156,7 +166,7 @@ class BatchLayer:
         else:  # of a layer that reads what this one stored
             rows = self._rows
         key, value = rows if self.prompt == "own" and rows is not None else (None, None)
-        shared = shared_options(self.sequences.kind, softcap)
+        shared = shared_options(self.sequences.kind, softcap, self.prompt_precision)
         out = step.attend(cache, _tokens(query), scale, shared, key=key, value=value, sinks=sinks)
         return out.unflatten(0, (query.shape[0], query.shape[2]))
 
@@ -220,9 +230,13 @@ class BatchLayer:
         tensor("query", query, (None, None, None, self._query_size(pages)), ROW_DTYPES, pages.device)
         if query.shape[1] % spec.num_kv_heads:
             refuse("query.shape[1]", query.shape[1], f"a multiple of the {spec.num_kv_heads} kv heads is needed")
-        AttentionOptions(**self.sequences.kind.options, **options).check({"S": batch_size, "HQ": query.shape[1]}, pages.device)
+        given = AttentionOptions(**self.sequences.kind.options, **options, prompt_precision=self.prompt_precision)
+        given.check({"S": batch_size, "HQ": query.shape[1]}, pages.device)
         if scale is not None:
             number("scaling", scale)
+        if count >= PROMPT_QUERIES:
+            heads = Heads(spec.num_kv_heads, spec.head_size, spec.head_size_v)
+            check_prompts(LayerAttention(query.shape[1], scale, given), heads, query.dtype, pages.device)
 
     def _query_size(self, pages: PagedCache) -> int:
         """Numbers of a head's query, as it comes."""
@@ -243,9 +257,9 @@ class BatchLayer:
 
 
 @cache
-def shared_options(kind: Kind, softcap: float) -> AttentionOptions:
+def shared_options(kind: Kind, softcap: float, prompt_precision: str = PRECISIONS[0]) -> AttentionOptions:
     """The options of attention that layers of a kind share."""
-    return AttentionOptions(**kind.options, softcap=softcap)
+    return AttentionOptions(**kind.options, softcap=softcap, prompt_precision=prompt_precision)
 
 
 def _tokens(states: torch.Tensor) -> torch.Tensor:

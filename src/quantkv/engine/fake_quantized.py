@@ -10,9 +10,10 @@ from ..calls import PagedTensor
 from ..format import Codec
 from ..full_precision import BLOCK_SIZE, FullPrecisionTokens
 from ..geometry import Kind
+from ..implementations.reference import eight_bit
 from ..implementations.reference.write import dequantize, encode
 from ..maps import LinearMap
-from ..options import AttentionOptions
+from ..options import PRECISIONS, PROMPT_QUERIES, AttentionOptions
 from .observed import unseen
 
 QUERIES_AT_ONCE = 256
@@ -43,14 +44,17 @@ def attend(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     prompt: int = 0,
+    prompt_precision: str = PRECISIONS[0],
 ) -> torch.Tensor:
     """Causal attention of `query [HQ, N, D]`, position i over positions 0 to i, to `[N, HQ, D_V]` float32.
 
     key, value: `[HK, N, D]`, `[HK, N, D_V]`: the exact rows. stored: the same as they come back from pages. prompt: so many first queries
-    read exact rows alone.
+    read exact rows alone, with scores of prompt_precision.
     """
     if prompt:
         told = query[:, :prompt], key[:, :prompt], value[:, :prompt]
+        if prompt_precision != PRECISIONS[0] and prompt >= PROMPT_QUERIES:
+            told = *eight_bit.as_products(*told[:2]), told[2]
         whole = attend(*told, told[1:], scale, None, kind, softcap, sinks)
     heads, count = key.shape[0], query.shape[1]
     query = (query.float() * scale).unflatten(0, (heads, -1))  # [HK, G, N, D]

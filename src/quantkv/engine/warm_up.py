@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from .. import implementations, warmup
+from ..assumed import assumed
 from ..cache import PagedCache
+from ..calls import AttendCall, Batch
+from ..checks import refuse
+from ..formats import get_format
+from ..geometry import Heads
+from ..options import PRECISIONS, PROMPT_QUERIES, AttentionOptions
 from .layer import LayerAttention, PagedLayer
 
-COMPILED_FOR = ("window", "chunk_lookback", "softcap", "alibi_sqrt", "batch_invariant")  # options that are in every call of a layer
+COMPILED_FOR = (
+    "window",
+    "chunk_lookback",
+    "softcap",
+    "alibi_sqrt",
+    "batch_invariant",
+    "prompt_precision",
+)  # options that are in every call of a layer
 
 
 @dataclass(frozen=True)
@@ -33,6 +46,8 @@ class StepLimits:
 def who_serves(layer: PagedLayer, attention: LayerAttention, limits: StepLimits, device: torch.device, block_size: int) -> dict[str, str]:
     """Which implementation serves what, of a layer's calls, without compiling it. block_size: of the kernels."""
     calls = _calls(layer, attention, limits, device)
+    if attention.options.prompt_precision != PRECISIONS[0] and limits.max_seq_len >= PROMPT_QUERIES:
+        calls["mixed"] = [[(PROMPT_QUERIES,) * 2]]
     found = warmup.who_serves(layer.allocate(1, block_size, device), attention.num_heads, **calls)
     return {what: name for what, (name, _) in found.items()}
 
@@ -62,16 +77,35 @@ def _calls(layer: PagedLayer, attention: LayerAttention, limits: StepLimits, dev
     }
 
 
+def check_prompts(attention: LayerAttention, heads: Heads, dtype: torch.dtype, device: torch.device) -> None:
+    """ValueError where a layer's prompts are to have 8-bit scores, and no kernel for this GPU serves that. heads: of keys and values.
+
+    An engine asks before it loads weights. On a CPU the reference serves them."""
+    if attention.options.prompt_precision == PRECISIONS[0] or (device.type == "cpu" and assumed() is None):
+        return
+    count, size = PROMPT_QUERIES, 16
+    pages = PagedCache(get_format("none", dtype).cache_spec(*heads, size), 1, device)
+    starts, table = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([0, count], [[0] * (count // size)]))
+    q = torch.zeros(count, attention.num_heads, heads.head_size, dtype=dtype, device=device)
+    options = replace(attention.options, **attention.tensors(device))
+    batch = Batch(starts, starts[1:], lengths=((count, count),))
+    reason = implementations.refusal("prefill", AttendCall(q, (pages.segment(table),), batch, attention.scale, options))
+    if reason is not None:
+        allowed = f"{reason}: {PRECISIONS[0]} is needed, or what Hopper's prefill kernels (quantkv[hopper]) serve: docs/attention.md"
+        refuse("prompt_precision", attention.options.prompt_precision, allowed)
+
+
 def summary(who: dict[str, str]) -> str:
     """Who serves what, in a line: of batches of several kinds one of each number of queries."""
-    short = {re.sub(r"^attend of \d+ x (\d+) queries of .*", r"\1 queries among others", what): name for what, name in who.items()}
+    pattern = r"^attend of \d+ x (\d+) queries of \d+ keys(.*)"
+    short = {re.sub(pattern, r"\1 queries among others\2", what): name for what, name in who.items()}
     return "; ".join(f"{what} by {name}" for what, name in short.items())
 
 
-def claim_scratch(query: torch.Tensor) -> None:
+def claim_scratch(query: torch.Tensor, options: AttentionOptions = AttentionOptions()) -> None:
     """Allocate, and free, the scratch memory that attention of `query [T, HQ, D]` will take on a GPU, so that an engine that measures
     what a step takes leaves it free."""
     if query.is_cuda:
-        sizes = (query.shape[2],) * 2
-        nbytes = implementations.scratch_bytes(query.shape[0], query.shape[1], sizes, query.element_size())
+        sizes, eight_bit = (query.shape[2],) * 2, options.prompt_precision == "8bit"
+        nbytes = implementations.scratch_bytes(query.shape[0], query.shape[1], sizes, query.element_size(), eight_bit)
         torch.empty(nbytes, dtype=torch.uint8, device=query.device)

@@ -133,9 +133,10 @@ def resolve(call: Call, implementation: str = "auto") -> tuple[str, dict[str, st
     raise ValueError(f"implementation={implementation!r}: {'; '.join(refusals.values())}")
 
 
-def scratch_bytes(num_tokens: int, num_heads: int, sizes: tuple[int, int], itemsize: int) -> int:
-    """Most bytes that attention of `num_tokens` queries takes on a GPU beside its tensors. sizes: of a key and a value."""
-    return module("prefill", "attend").most_scratch_bytes(num_tokens, num_heads, sizes, itemsize)
+def scratch_bytes(num_tokens: int, num_heads: int, sizes: tuple[int, int], itemsize: int, eight_bit: bool = False) -> int:
+    """Most bytes that attention of `num_tokens` queries takes on a GPU beside its tensors. sizes: of a key and a value. eight_bit: whether
+    prompts have 8-bit scores."""
+    return module("prefill", "attend").most_scratch_bytes(num_tokens, num_heads, sizes, itemsize, eight_bit)
 
 
 def can_serve(name: str, fmt: Format, kind: str) -> bool | None:

@@ -15,7 +15,7 @@ from ..format import Format, available_formats, get_format
 from ..geometry import Heads
 from ..names import PREFIX
 from ..policy import Policy
-from ..policy_file import PRESETS, check_prompt
+from ..policy_file import CHOICES, PRESETS, check_choice
 
 POLICY = PREFIX + "policy"  # formats by layer, from a file that another option names
 
@@ -69,11 +69,11 @@ def _read(path: str) -> Policy:
     return Policy.load(path)
 
 
-def prompt_of(policy: Policy | None, option: str, asked: Any) -> str:
-    """What sequences with several new tokens read, "own" or "stored": as an option asks, where it does, or as a policy says."""
+def of_prompts(name: str, policy: Policy | None, option: str, asked: Any) -> str:
+    """What a policy says of prompts in its field `name`, "prompt" or "prompt_precision", or what an option asks, where it does."""
     if asked is not None:
-        return check_prompt(option, asked)
-    return "own" if policy is None else policy.prompt
+        return check_choice(option, name, asked)
+    return CHOICES[name][0] if policy is None else getattr(policy, name)
 
 
 def check_only(given: Any, served: Mapping[str, Any], before: str = "", behind: str = "") -> None:

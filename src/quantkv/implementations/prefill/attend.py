@@ -187,7 +187,7 @@ def plan(
     together = (True if together is None else together) and free and (backend != "flash3" or flash3.takes_many())
     few = heads * sum(keys for _, keys in lengths) <= MAPPED_BACK * q.shape[0] * q.shape[1]
     mapped = maps != LayerMaps() and not fresh and not (few and _cheap(maps, q))
-    row_bytes = query_row_bytes(q.shape[1], sizes, q.element_size(), mapped, backends.BACKENDS[backend].into)
+    row_bytes = query_row_bytes(q.shape[1], sizes, q.element_size(), mapped, backends.BACKENDS[backend].into, _eight_bit(call))
     for lanes in (1, 2):
         most = max(scratch_bytes // lanes // (heads * sum(sizes) * q.element_size()) // backends.PLANNED, 1) * backends.PLANNED
         single, several = (max(query_bytes // lanes // n, backends.PLANNED) for n in row_bytes)
@@ -201,18 +201,24 @@ def plan(
     return PrefillPlan(lengths, backend, found, lanes, max((round.room for round in rounds), default=0), few, placed, sources, fresh)
 
 
-def query_row_bytes(num_heads: int, sizes: tuple[int, int], itemsize: int, mapped: bool = True, into: bool = False) -> tuple[int, int]:
+def query_row_bytes(
+    num_heads: int, sizes: tuple[int, int], itemsize: int, mapped: bool = True, into: bool = False, eight_bit: bool = False
+) -> tuple[int, int]:
     """Bytes of a query that one round serves: mapped, its result, the log-sum-exp; and of one whose rounds are combined: three results that
     are there at once, and the combined one in float32. sizes: of a key and a value. mapped: whether queries or results are. into: whether
-    the kernel puts its results where it is told."""
+    the kernel puts its results where it is told. eight_bit: whether queries are rounded to 8 bits."""
     size, size_v = sizes
     alone = size * mapped + size_v * (mapped or not into)
-    return num_heads * (itemsize * alone + 4), num_heads * (itemsize * (size + 3 * size_v) + 4 * size_v + 16)
+    rounded = (size + 8) * eight_bit
+    return num_heads * (itemsize * alone + 4 + rounded), num_heads * (itemsize * (size + 3 * size_v) + 4 * size_v + 16 + rounded)
 
 
-def most_scratch_bytes(num_tokens: int, num_heads: int, sizes: tuple[int, int], itemsize: int) -> int:
-    """Most bytes that a call takes beside its tensors, whatever its lengths are. sizes: of a key and a value."""
-    return SCRATCH_BYTES + min(num_tokens * max(query_row_bytes(num_heads, sizes, itemsize)), QUERY_BYTES)
+def most_scratch_bytes(num_tokens: int, num_heads: int, sizes: tuple[int, int], itemsize: int, eight_bit: bool = False) -> int:
+    """Most bytes that a call takes beside its tensors, whatever its lengths are. sizes: of a key and a value. eight_bit: whether keys are
+    rounded to 8 bits too, with a mean for each sequence."""
+    size, tokens = sizes[0], num_tokens * max(query_row_bytes(num_heads, sizes, itemsize, eight_bit=eight_bit))
+    keys = SCRATCH_BYTES // (sum(sizes) * itemsize) * (size + 4) + -(-num_tokens // MIN_QUERIES) * num_heads * size * 4
+    return SCRATCH_BYTES + min(tokens, QUERY_BYTES) + keys * eight_bit
 
 
 def _place(

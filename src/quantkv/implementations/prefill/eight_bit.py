@@ -65,5 +65,5 @@ def _launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], of: t
     tensors = {name: t for name, t in arguments.items() if isinstance(t, torch.Tensor)}
     others = tuple((name, n) for name, n in arguments.items() if name not in tensors)
     key = (round, kernel.__name__, others, *(t.dtype for t in tensors.values()))
-    make = lambda: launch.Launch(kernel, grid, arguments, {"num_warps": 8}, tuple(tensors))
+    make = lambda: launch.Launch(kernel, grid, arguments, {"num_warps": 8, "enable_fp_fusion": False}, tuple(tensors))
     launch.launch_kept(kept, key, next(iter(tensors.values())).device, list(tensors.values()), make)

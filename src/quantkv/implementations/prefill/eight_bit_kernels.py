@@ -16,8 +16,16 @@ def load_rows(ptr, stride, row, real, D: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def rounded(x, largest, LARGEST: tl.constexpr):
-    """Integers of rows `[N, WIDTH]`, of which largest `[N or 1]` becomes LARGEST."""
-    return ((x * (LARGEST / largest)[:, None] + ROUNDER) - ROUNDER).to(tl.int8)
+    """Integers of rows `[N, WIDTH]`, of which largest `[N or 1]` becomes LARGEST. A number half as large as the largest is a tie, which
+    half an ulp of the step decides: so division is to nearest, and a launch that fuses no product with an addition."""
+    step = tl.div_rn(tl.full(largest.shape, LARGEST, tl.float32), largest)
+    return ((x * step[:, None] + ROUNDER) - ROUNDER).to(tl.int8)
+
+
+@triton.jit
+def scale_of(largest, LARGEST: tl.constexpr):
+    """What an integer stands for."""
+    return tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
 
 
 @triton.jit(do_not_specialize=["num_heads"])
@@ -72,7 +80,7 @@ def round_keys_kernel(
     largest = tl.maximum(largest, SMALLEST) + tl.sum(tl.sum(x * 0.0, 1, keep_dims=True), 0)  # a maximum may pass over NaN
     place = head * num_rows + row.to(tl.int64)
     tl.store(codes + place[:, None] * D + column[None, :], rounded(x, largest, LARGEST), mask=mask)
-    tl.store(scales + head * num_rows + first + at + tl.arange(0, 1), largest / LARGEST)
+    tl.store(scales + head * num_rows + first + at + tl.arange(0, 1), scale_of(largest, LARGEST))
 
 
 @triton.jit
@@ -104,5 +112,5 @@ def round_queries_kernel(
     largest = tl.maximum(tl.max(tl.abs(x), 1), SMALLEST) + tl.sum(x * 0.0, 1)
     place = token.to(tl.int64) * HEADS + head
     tl.store(codes + place[:, None] * D + column[None, :], rounded(x, largest, LARGEST), mask=real[:, None] & (column < D)[None, :])
-    tl.store(scales + place, largest / LARGEST, mask=real)
+    tl.store(scales + place, scale_of(largest, LARGEST), mask=real)
     tl.store(added + place, tl.sum(x * mean[None, :], 1), mask=real)

@@ -54,6 +54,13 @@ def prepare(call: AttendCall) -> Callable[[AttendCall], None]:
     return launch
 
 
+def withheld(call: AttendCall) -> str | None:
+    """Why "auto" does not take it on a GPU: prompts in their thousands of queries are what 8-bit scores are for."""
+    if call.q.device.type != "cpu" and call.options.prompt_precision == "8bit":
+        return "prompt_precision: the reference serves 8bit where it is asked for by name"
+    return None
+
+
 def compute(
     call: AttendCall, dtype: torch.dtype = torch.float32, reads: list[list[TileRead]] | None = None, scratch: Scratch | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -44,6 +44,17 @@ def sample_mean(keys: torch.Tensor) -> torch.Tensor:
     return keys[..., :: max(-(-keys.shape[-2] // SAMPLE), 1), :].mean(-2)
 
 
+def as_products(q: torch.Tensor, keys: torch.Tensor, block: int = KEY_BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries `[HQ, M, D + 1]` and keys `[HK, N, D + 1]`, float32, whose products are the `scores` of queries `[HQ, M, D]` and keys
+    `[HK, N, D]`: the last number is the query's product with the keys' mean."""
+    q, keys = q.float(), keys.float()
+    mean = sample_mean(keys)
+    added = torch.einsum("hmd,hd->hm", q, mean.repeat_interleave(len(q) // len(keys), 0))
+    rows, columns = quantize(q), quantize(keys - mean[:, None], block)
+    rounded = [of.codes * of.scales[..., None] for of in (rows, columns)]
+    return torch.cat([rounded[0], added[..., None]], -1), torch.cat([rounded[1], torch.ones_like(rounded[1][..., :1])], -1)
+
+
 def scores(q: torch.Tensor, keys: torch.Tensor, block: int = KEY_BLOCK) -> torch.Tensor:
     """`[..., M, N]` of queries `[..., M, D]` and all the keys `[..., N, D]` that one of them reads."""
     mean = sample_mean(keys)

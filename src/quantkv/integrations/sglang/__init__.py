@@ -18,7 +18,7 @@ from ..serving import served as served
 from .contract import missing
 
 POLICY_VARIABLE = "QUANTKV_POLICY"  # the policy's file, for --attention-backend quantkv_policy
-PROMPT_VARIABLE = "QUANTKV_PROMPT"  # "own" or "stored": what prompts read of their own rows
+PROMPT_VARIABLES = {"prompt": "QUANTKV_PROMPT", "prompt_precision": "QUANTKV_PROMPT_PRECISION"}  # by the policy's field
 TESTED = ("0.5.23",)
 ANY_VERSION = "QUANTKV_SGLANG_ANY_VERSION"  # =1 registers with a version of SGLang that was not tested
 SCHEDULER = "sglang.srt.managers.scheduler"  # loaded where models run

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.environ import envs
 
 from ... import vllm_pages
+from ...engine.layer import LayerAttention
+from ...engine.warm_up import check_prompts
 from ...formats import get_format
 from ...geometry import Heads
+from ...options import AttentionOptions
 from ...policy import Policy
 from .. import asked
-from . import POLICY_VARIABLE, PREFIX, PROMPT_VARIABLE, logger
+from . import POLICY_VARIABLE, PREFIX, PROMPT_VARIABLES, logger
 
 PAGE_SIZES = vllm_pages.BLOCK_SIZES  # of those that the Hopper kernels read
 # What assumes rows of 16 bits, or slots that are rows: the argument, and the only value that is served.
@@ -56,9 +60,10 @@ def policy_of(backend: str) -> Policy:
     return asked.policy_of("attention_backend", backend, POLICY_VARIABLE, path, how) or Policy(asked.names()[backend])
 
 
-def reads_own_rows(policy: Policy) -> bool:
-    """Whether prompts read their own rows as given."""
-    return asked.prompt_of(policy, PROMPT_VARIABLE, os.environ.get(PROMPT_VARIABLE)) == "own"
+def of_prompts(name: str, policy: Policy) -> str:
+    """What a server asks of prompts: see `asked.of_prompts`."""
+    variable = PROMPT_VARIABLES[name]
+    return asked.of_prompts(name, policy, variable, os.environ.get(variable))
 
 
 def check_arguments(view: Any) -> None:
@@ -97,11 +102,11 @@ def check(server_args: Any, model: Any) -> str | None:
     if view.page_size not in PAGE_SIZES:
         allowed = ", ".join(map(str, PAGE_SIZES))
         raise ValueError(f"page_size={view.page_size}: attention_backend={given[0]!r} needs one of {allowed}")
-    _check_model(model, policy_of(given[0]), view.page_size)
+    _check_model(model, policy_of(given[0]), view.page_size, view.device)
     return given[0]
 
 
-def _check_model(model: Any, policy: Policy, page_size: int) -> None:
+def _check_model(model: Any, policy: Policy, page_size: int, device: str) -> None:
     """Refuse models that keep no keys and values, and formats that their heads cannot have."""
     architecture = model.hf_config.architectures[0]
     if model.attention_arch != AttentionArch.MHA:
@@ -114,4 +119,6 @@ def _check_model(model: Any, policy: Policy, page_size: int) -> None:
     )
     asked.check_weights(model.model_path, model.revision, policy)
     asked.warn_of_biases(model.model_path, model.revision, policy, policy.format, logger)
-    reads_own_rows(policy)
+    of_prompts("prompt", policy)
+    options = AttentionOptions(prompt_precision=of_prompts("prompt_precision", policy))
+    check_prompts(LayerAttention(model.num_attention_heads, options=options), heads, model.dtype, torch.device(device))

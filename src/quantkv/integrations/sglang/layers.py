@@ -19,7 +19,7 @@ from ...geometry import Heads
 from ...options import AttentionOptions
 from ...policy import Policy
 from ..asked import check_only
-from .asked import reads_own_rows
+from .asked import of_prompts
 
 ONLY = {  # attention that calls of quantkv compute: what a module says, and the only value that is served
     "attn_type": AttentionType.DECODER,
@@ -72,8 +72,11 @@ class Layers:
         check_only(module, ONLY, before=f"layer {module.layer_id}: ")
         number, heads = module.layer_id, Heads(module.tp_k_head_num, module.qk_head_dim, module.v_head_dim)
         window = module.sliding_window_size + 1 if module.sliding_window_size > -1 else 0  # SGLang's does not count the query's own
-        options = AttentionOptions(window=window, softcap=float(module.logit_cap or 0.0))
-        attention = LayerAttention(module.tp_q_head_num, float(module.scaling), options, own_rows=reads_own_rows(self.policy))
+        options = AttentionOptions(
+            window=window, softcap=float(module.logit_cap or 0.0), prompt_precision=of_prompts("prompt_precision", self.policy)
+        )
+        own_rows = of_prompts("prompt", self.policy) == "own"
+        attention = LayerAttention(module.tp_q_head_num, float(module.scaling), options, own_rows=own_rows)
         known = self.of.get(number)
         if known is None:
             ranks = get_parallel()

@@ -21,7 +21,7 @@ from ...format import Format
 from ...formats import get_format
 from ...policy import Policy
 from ...spec import CacheSpec
-from ..asked import prompt_of
+from ..asked import of_prompts
 from .config import LayerPlan, MadeFor, check_policy, plan_layers, shares_keys
 from .layers import QuantizedLayer
 from .recurrent_and_latent import HybridLayer, LatentLayer
@@ -48,6 +48,8 @@ class QuantizedCache(Cache):
     prompt: "own": a pass of several tokens attends to their own keys and values as the model computed them, and to pages only before
         them; they are quantized into pages beside it. "stored": it attends to pages alone, so that the answer does not depend on how the
         prompt was cut into passes. None: what the policy says, "own" without one.
+    prompt_precision: "8bit": scores of passes of at least 128 tokens are products of 8-bit integers: faster for long prompts on a Hopper
+        GPU, and off by 1 % (docs/attention.md). None: what the policy says, "16bit" without one.
     fresh_prefill: deprecated: True is prompt="own", False prompt="stored".
     num_tokens: tokens a sequence to allocate pages for at once; pages beyond are added as they are needed. Where all layers are attention
         of their own keys and values, passes of one token can then be compiled, or captured in a CUDA graph: `generate` does so by itself
@@ -67,6 +69,7 @@ class QuantizedCache(Cache):
         prompt: str | None = None,
         fresh_prefill: bool | None = None,
         num_tokens: int = 0,
+        prompt_precision: str | None = None,
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
             refuse("config", type(config).__name__, "a model's configuration is needed: QuantizedCache(model.config, ...)")
@@ -84,6 +87,9 @@ class QuantizedCache(Cache):
             format = [None if plan.kind is None else policy.name_of(i) for i, plan in enumerate(plans)]
         formats = _formats(format, [plan.kind is not None for plan in plans], config.get_text_config(decoder=True), dtype)
         prompt = _prompt(prompt, fresh_prefill, policy)
+        precision = of_prompts("prompt_precision", policy, "prompt_precision", prompt_precision)
+        if precision != "16bit" and any(plan.latent for plan in plans):
+            raise NotImplementedError(f"prompt_precision={precision!r}: latents in place of keys and values; 16bit is needed")
         self.cache_positions = CachePositions()
         self.cache_positions.shared = shares_keys(config)
         self.cache_positions.capturable = not self.cache_positions.shared and not any(
@@ -91,7 +97,7 @@ class QuantizedCache(Cache):
         )
         kinds = dict.fromkeys(plan.kind for plan in plans if plan.kind is not None)
         self.sequences = {kind: Sequences(kind, block_size, self.cache_positions, policy and policy.full_precision) for kind in kinds}
-        options = dtype, prompt, num_tokens
+        options = dtype, prompt, num_tokens, precision
         self._passed = {i: LinearAttentionLayer.__name__ for i, plan in enumerate(plans) if plan.states}
         super().__init__(layers=[self._layer(plan, name, *options) for plan, name in zip(plans, formats)])
         for number, layer in self.quantized_layers.items():
@@ -290,7 +296,7 @@ def _prompt(prompt: str | None, fresh_prefill: bool | None, policy: Policy | Non
         if prompt is not None:
             refuse("fresh_prefill", fresh_prefill, f"prompt={prompt!r} says it")
         return "own" if fresh_prefill else "stored"
-    return prompt_of(policy, "prompt", prompt)
+    return of_prompts("prompt", policy, "prompt", prompt)
 
 
 def _formats(

@@ -27,9 +27,9 @@ class QuantizedLayer(BatchLayer, CacheLayerMixin):
     supports_early_init = False
     latent = 0  # size of the vector that it keeps in place of keys and values
 
-    def __init__(self, fmt: str | Format, sequences: Sequences, dtype: torch.dtype | None, prompt: str, num_tokens: int) -> None:
+    def __init__(self, fmt: str | Format, sequences: Sequences, *options: Any, **named: Any) -> None:
         CacheLayerMixin.__init__(self)
-        BatchLayer.__init__(self, fmt, sequences, dtype, prompt, num_tokens)
+        BatchLayer.__init__(self, fmt, sequences, *options, **named)
         self.is_sliding = sequences.kind.window > 0
         self.made_for: MadeFor | None = None
         self.weights: torch.Tensor | None = None  # of the key projection that its calibration was made with

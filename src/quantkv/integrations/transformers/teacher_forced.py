@@ -24,6 +24,7 @@ from ...format import Format
 from ...full_precision import BLOCK_SIZE, FullPrecisionTokens
 from ...geometry import Heads
 from ...maps import LayerMaps, LinearMap
+from ...options import PROMPT_QUERIES
 from ...policy import Policy
 from ...spec import CacheSpec
 from .attention import check_weights, decoder_of
@@ -70,7 +71,7 @@ class FakeQuantizedCache:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float, sinks: Any
     ) -> torch.Tensor:
         """Attention of a layer over one sequence: see `attend`."""
-        given = scale, self.full_precision(layer), self.plans[layer].kind, softcap, sinks, self.prompt
+        given = scale, self.full_precision(layer), self.plans[layer].kind, softcap, sinks, self.prompt, self.policy.prompt_precision
         return attend(query, key, value, self.rows(layer, key, value), *given)
 
 
@@ -108,6 +109,9 @@ def teacher_forced(model: PreTrainedModel, policy: Policy, prompt: int = 0) -> I
     """Inside the block a forward pass of whole sequences without a cache (`use_cache=False`, no padding) computes what decoding would
     over a cache by `policy`. prompt: so many first tokens of each sequence come in one pass, as a prompt: several lose nothing where the
     policy lets prompts read their own rows."""
+    if policy.prompt_precision != "16bit" and policy.prompt == "stored" and prompt >= PROMPT_QUERIES:
+        allowed = "with policy.prompt='stored' prompts are evaluated at 16bit, or through a QuantizedCache"
+        refuse("policy.prompt_precision", policy.prompt_precision, allowed)
     policy = with_statistics(policy, model)
     fake = FakeQuantizedCache(model.config, policy, model.dtype, prompt if policy.prompt == "own" and prompt > 1 else 0)
     check_weights(model, policy.calibration)

@@ -14,7 +14,10 @@ from ..serving import served as served
 from .contract import missing
 
 POLICY_OPTION = "quantkv_policy"  # --additional-config '{"quantkv_policy": "policy.json"}'
-PROMPT_OPTION = "quantkv_prompt"  # --additional-config '{"quantkv_prompt": "stored"}'
+PROMPT_OPTIONS = {  # --additional-config '{"quantkv_prompt": "stored"}', by the policy's field
+    "prompt": "quantkv_prompt",
+    "prompt_precision": "quantkv_prompt_precision",
+}
 BACKEND = f"{__name__}.backend.QuantKVBackend"
 LATENTS = "CUSTOM_MLA"  # the name of the backend that serves latents, where CUSTOM is asked for
 LATENT_BACKEND = f"{__name__}.mla.QuantKVLatentBackend"

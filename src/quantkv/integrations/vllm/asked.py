@@ -6,7 +6,7 @@ from typing import Any
 
 from ...policy import Policy
 from .. import asked
-from . import POLICY_OPTION, PROMPT_OPTION, asked_type
+from . import POLICY_OPTION, PROMPT_OPTIONS, asked_type
 
 
 def policy_of(config: Any) -> Policy | None:
@@ -21,13 +21,16 @@ def policy_of(config: Any) -> Policy | None:
 def reads_own_rows(config: Any, invariant: bool) -> bool:
     """Whether prompts read their own rows as given. invariant: a sequence's answer must not depend on the batch, which decides how its
     prompt is cut: then it reads pages, and ValueError says so where a configuration asks for the other."""
-    option = _options(config).get(PROMPT_OPTION)
-    prompt = asked.prompt_of(policy_of(config), PROMPT_OPTION, option)
-    if prompt == option == "own" and invariant:
-        raise ValueError(
-            f"{PROMPT_OPTION}='own' with VLLM_BATCH_INVARIANT=1: answers would depend on how prompts are cut; 'stored' is needed"
-        )
+    name, prompt = PROMPT_OPTIONS["prompt"], of_prompts("prompt", config)
+    if prompt == _options(config).get(name) == "own" and invariant:
+        raise ValueError(f"{name}='own' with VLLM_BATCH_INVARIANT=1: answers would depend on how prompts are cut; 'stored' is needed")
     return prompt == "own" and not invariant
+
+
+def of_prompts(name: str, config: Any) -> str:
+    """What a configuration asks of prompts: see `asked.of_prompts`."""
+    option = PROMPT_OPTIONS[name]
+    return asked.of_prompts(name, policy_of(config), option, _options(config).get(option))
 
 
 def _options(config: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from ...copies import CacheWithCopies
 from ...engine.layer import LayerAttention, PagedLayer
 from ...engine.layer_config import LayerConfig, Shard
 from ...engine.observed import causal_attention
-from ...engine.warm_up import StepLimits, claim_scratch, warm_up, who_serves
+from ...engine.warm_up import StepLimits, check_prompts, claim_scratch, warm_up, who_serves
 from ...format import Format
 from ...full_precision import FullPrecisionTokens
 from ...geometry import Heads
@@ -34,8 +34,8 @@ from ...options import AttentionOptions
 from ...policy import Policy
 from ..asked import check_policy, check_weights, warn_of_biases
 from ..serving import Step
-from . import PREFIX
-from .asked import policy_of, reads_own_rows
+from . import PREFIX, PROMPT_OPTIONS
+from .asked import of_prompts, policy_of, reads_own_rows
 from .backend import BLOCK_SIZES, CHUNKS, UNQUANTIZED, QuantKVBackend, format_of, token_bytes
 from .blocks import kernel_pages
 from .connectors import check_connectors
@@ -140,10 +140,14 @@ class QuantKVImpl(AttentionImpl[Step]):
             warn_of_padding(self.config, self.policy, self.dtype)
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu")
         options = AttentionOptions(
-            window=sliding_window or 0, softcap=float(logits_soft_cap or 0.0), batch_invariant=bool(envs.VLLM_BATCH_INVARIANT)
+            window=sliding_window or 0,
+            softcap=float(logits_soft_cap or 0.0),
+            batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+            prompt_precision=of_prompts("prompt_precision", self.config),
         )
         own_rows = reads_own_rows(self.config, options.batch_invariant)
         self.attention = LayerAttention(num_heads, self.scale, options, sinks, slopes, own_rows)
+        self._check_prompts(Heads(self.num_kv_heads, head_size, head_size))
         self._per_layer: dict[str, Any] = {}  # sinks and slopes, on the device
         self._pages: tuple[Any, PagedCache | None] = (lambda: None, None)
         load_flash_attention()
@@ -156,6 +160,17 @@ class QuantKVImpl(AttentionImpl[Step]):
             raise NotImplementedError("quantkv: kv_sharing_fast_prefill=True; False is needed")
         if drafts is not None and drafts.attention_backend is None and (drafts.kv_cache_dtype or cache.cache_dtype).startswith(PREFIX):
             drafts.attention_backend = AttentionBackendEnum.CUSTOM
+
+    def _check_prompts(self, heads: Heads) -> None:
+        """Refuse 8-bit prompts where no kernel serves them."""
+        precision = self.attention.options.prompt_precision
+        if precision == "16bit":
+            return
+        lacking = {"latents (MLA)": self.of_latents, "images whose tokens see each other": self.config.model_config.is_mm_prefix_lm}
+        for what, given in lacking.items():
+            if given:
+                raise NotImplementedError(f"quantkv: {PROMPT_OPTIONS['prompt_precision']}={precision!r} with {what}: 16bit is needed")
+        check_prompts(self.attention, heads, self.dtype, torch.device(current_platform.device_type))
 
     def _served(self, policy: Policy | None) -> Policy | None:
         """What is served of a policy. A model that drafts has layers of its own, whose numbers are not the policy's, and drafts are
@@ -204,6 +219,7 @@ class QuantKVImpl(AttentionImpl[Step]):
         heads = self._heads_of(layer)
         if layer.attn_backend.__name__.startswith(CHUNKS):
             self._take_chunks(layer.attention_chunk_size)
+        self._check_prompts(heads)
         self._set_options(clamp_prefix_to_window=bool(getattr(layer, "mm_prefix_clamp_sliding_window", False)))
         if self.policy is None or self.kv_cache_dtype in UNQUANTIZED:
             stored = LayerConfig(self._stored(format_of(self.kv_cache_dtype, self.dtype)))
@@ -342,7 +358,7 @@ class QuantKVImpl(AttentionImpl[Step]):
         if self.observer is not None:
             return self._observed(layer, query, key, value, output)
         if attn_metadata is None:  # profiling: claim the scratch that attention will take, so that it is left free
-            claim_scratch(query)
+            claim_scratch(query, self.attention.options)
             return output.fill_(0)
         if output_scale is not None:
             raise NotImplementedError("quantkv: fused quantization of the output is not supported")

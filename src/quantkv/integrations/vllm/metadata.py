@@ -134,6 +134,11 @@ class QuantKVBuilder(StepBuilder, AttentionMetadataBuilder[Step]):
         )
         return AttentionCGSupport.NEVER if beyond else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
+    @property
+    def _eight_bit(self) -> bool:
+        """Whether prompts have 8-bit scores."""
+        return any(layer.impl.attention.options.prompt_precision == "8bit" for layer in self.layers)
+
     def _build(self, m, max_seq_len: int | None, advance: bool = True) -> Step:
         """advance: whether the step runs now; False: it is captured, and its numbers come later."""
         if m.causal is not True:
@@ -147,7 +152,8 @@ class QuantKVBuilder(StepBuilder, AttentionMetadataBuilder[Step]):
         while starts[count - 1] == starts[count]:  # padding
             count -= 1
         lengths, bound = None, m.seq_lens_cpu_upper_bound
-        if bound is None and envs.VLLM_BATCH_INVARIANT:  # who serves a sequence must not depend on the others: worth waiting for the device
+        # Who serves a sequence must not depend on the others, or depends on which of them are prompts: worth waiting for the device.
+        if bound is None and (envs.VLLM_BATCH_INVARIANT or self._eight_bit):
             bound = m.seq_lens
         if self.device.type == "cuda" and bound is not None:
             # Exact for prompts, which is where it matters; of sequences that decode it is a bound, and no more is asked of it.
