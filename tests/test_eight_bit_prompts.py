@@ -259,10 +259,20 @@ def test_an_engine_is_told_before_it_starts(name):
                 check_prompts(layer["8bit"], *given)
 
 
-def test_on_a_gpu_the_reference_is_not_chosen():
+def test_on_a_gpu_the_reference_is_not_chosen(monkeypatch):
+    """But by name. Everything else about the call is one that the reference serves."""
+    of_others = {name: (lambda call: "not here") for name in ("hopper", "prefill", "triton", "cpu")}
+    monkeypatch.setattr(implementations, "refusal", lambda name, call: of_others.get(name, lambda call: None)(call))
+    monkeypatch.setattr(implementations, "kind", lambda call: "attend")
+    monkeypatch.setattr(implementations, "AttendCall", SimpleNamespace)
     for device, precision, told in (("cuda", "8bit", True), ("cuda", "16bit", False), ("cpu", "8bit", False)):
         call = SimpleNamespace(q=SimpleNamespace(device=torch.device(device)), options=AttentionOptions(prompt_precision=precision))
-        assert (reference.withheld(call) is not None) == told
+        assert implementations.resolve(call, "reference")[0] == "reference"
+        if told:
+            with pytest.raises(ValueError, match="prompt_precision: the reference serves 8bit where it is asked for by name"):
+                implementations.resolve(call)
+        else:
+            assert implementations.resolve(call)[0] == "reference"
 
 
 @pytest.mark.parametrize("longest", [127, 256])

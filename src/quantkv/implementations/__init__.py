@@ -7,6 +7,7 @@ Each is a folder with a module for reads, `attend`, and one for writes, `write` 
     run(call)                   serves it, into the call's tensors
     prepare(call) -> launch     works out once what calls of the same shape share; `launch(call)` serves each of them
     LATENTS                     of reads: whether it reads latents (`Format.latent`); any other refuses them here
+    withheld(call) -> str | None  why "auto" passes over it though it serves the call; without it, never
     OWN_ROWS                    of reads: "read" where it takes a call's own rows. Else they are one more segment: "copied" into pages,
                                 "dense" (one after the other) or, without it, read where they lie
     at_once(call) -> bool       of writes: whether it serves a call's mean and copies too. Without it, they are calls of their own
@@ -127,6 +128,8 @@ def resolve(call: Call, implementation: str = "auto") -> tuple[str, dict[str, st
     refusals = {}
     for name in (implementation,) if implementation != "auto" else NAMES if device.type == "cuda" or assumed() else ON_CPU:
         reason = refusal(name, call)
+        if reason is None and implementation == "auto":
+            reason = getattr(module(name, kind(call)), "withheld", lambda call: None)(call)
         if reason is None:
             return name, refusals
         refusals[name] = reason
