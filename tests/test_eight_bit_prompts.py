@@ -18,7 +18,6 @@ from quantkv.implementations.batches import runs_of
 from quantkv.implementations.prefill import attend as prefill
 from quantkv.implementations.prefill import backends
 from quantkv.implementations.prefill.plan import CAUSAL, KeySlice, Round
-from quantkv.implementations.reference import attend as reference
 from quantkv.implementations.reference import eight_bit
 from quantkv.testing import SampleBatch, check, relative_error
 
