@@ -44,7 +44,7 @@ EIGHT_BIT_TOLERANCE = 2e-2  # with 8-bit scores: the acceptance threshold (noteb
 SAMPLES = 24  # queries of a sequence that are compared, of at most so many sequences
 MIXED = [(384 + 32 * (i * 5 % 9), 384 + 32 * (i * 5 % 9)) for i in range(32)]  # 384 to 640, 512 in the mean or nearly
 BEFORE = {"together": False, "overlap": False}
-BEFORE_TOO = ("flash3", "cudnn", "math")
+BEFORE_TOO = ("flash3", "hopper", "cudnn", "math")
 
 
 class Case(NamedTuple):

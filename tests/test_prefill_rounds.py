@@ -278,6 +278,20 @@ def test_memory_is_bounded(backend, overlap, rows, monkeypatch):
     assert 0 < most["scratch"] <= scratch_bytes and 0 < most["queries"] <= query_bytes
 
 
+@pytest.mark.parametrize("queries,keys,lanes,rounds", [(8192, 139264, 1, 3), (2048, 139264, 2, 5), (8192, 65536, 1, 1)])
+def test_two_streams_write_no_more_rows_than_one(queries, keys, lanes, rounds, monkeypatch):
+    """With half of the memory, 8,192 queries were cut in two, and each half read all keys; 2,048 are not. (queries, keys) of Llama-3-8B."""
+    monkeypatch.setattr(prefill, "_has_streams", lambda q: True)
+    pages = quantkv.PagedCache(get_format("int8").cache_spec(8, 128), 1)
+    q = torch.empty(queries, 32, 128, dtype=torch.bfloat16)
+    batch = CallBatch(*(torch.tensor(n, dtype=torch.int32) for n in ([0, queries], [keys])), lengths=((queries, keys),))
+    call = AttendCall(q, (pages.segment(torch.zeros(1, keys // 16, dtype=torch.int32)),), batch)
+    plan = prefill.plan(call, backend="flash3")
+    assert plan.lanes == lanes and [len(group.rounds) for group in plan.groups] == [rounds]
+    assert prefill.plan(call, backend="flash3", overlap=True).lanes == 1 + (rounds > 1)
+    assert prefill.plan(call, backend="flash3", overlap=False).lanes == 1
+
+
 def test_a_graph_that_is_captured_gets_one_stream_and_no_copies(monkeypatch):
     """Each sequence has its own calls then; numbers that are on the device already, from a call that was prepared before, are used."""
     b = make()

@@ -172,8 +172,8 @@ def plan(
 ) -> PrefillPlan:
     """Cut a call's batch. backend: of `backends.py`; None: the fastest for these rows. scratch_bytes, query_bytes: bounds, see
     `SCRATCH_BYTES`. lengths: (queries, keys) of each sequence; None: those of the batch. overlap: whether several rounds go on two streams
-    (on a CPU: through two scratches), together: whether sequences share rounds; None: both, but in a captured graph neither, as
-    nothing is copied to the device there."""
+    (on a CPU: through two scratches); None: where no more rows are written out so. together: whether sequences share rounds; None: they do.
+    In a captured graph neither, as nothing is copied to the device there."""
     q, (k, _, _, _, maps, *_) = call.q, call.segments[0]
     lengths = call.batch.host_lengths() if lengths is None else lengths
     fresh = call.own is not None and own.is_fresh(lengths)
@@ -183,22 +183,36 @@ def plan(
     if backend is None:
         raise ValueError(f"q: no dense backend for {q.dtype} rows of {sizes[0]} and {sizes[1]} on {q.device.type}")
     free = not _capturing(q)
-    overlap = (q.is_cuda if overlap is None else overlap) and free
+    streams = (1, 2) if free and (_has_streams(q) if overlap is None else overlap) else (1,)
     together = (True if together is None else together) and free and (backend != "flash3" or flash3.takes_many())
     few = heads * sum(keys for _, keys in lengths) <= MAPPED_BACK * q.shape[0] * q.shape[1]
     mapped = maps != LayerMaps() and not fresh and not (few and _cheap(maps, q))
     row_bytes = query_row_bytes(q.shape[1], sizes, q.element_size(), mapped, backends.BACKENDS[backend].into, _eight_bit(call))
-    for lanes in (1, 2):
+    cuts: list[list[Group]] = []
+    for lanes in streams:
         most = max(scratch_bytes // lanes // (heads * sum(sizes) * q.element_size()) // backends.PLANNED, 1) * backends.PLANNED
         single, several = (max(query_bytes // lanes // n, backends.PLANNED) for n in row_bytes)
-        found = groups(lengths, backends.BACKENDS[backend].limits(most, single, several, together), reach)
-        rounds = [round for group in found for round in group.rounds]
-        if not overlap or len(rounds) < 2:
-            break
+        cuts.append(groups(lengths, backends.BACKENDS[backend].limits(most, single, several, together), reach))
+    lanes = len(cuts) if len(_rounds(cuts[0])) > 1 and (overlap or _written(cuts[-1]) <= _written(cuts[0])) else 1
+    found, rounds = cuts[lanes - 1], _rounds(cuts[lanes - 1])
     asked = free and backends.BACKENDS[backend].ends
     sources = {} if call.own is None else own.split(found, lengths)
     placed = _place([round for round in rounds if asked or len(round.reads) > 1], sources, sizes, q.device)
     return PrefillPlan(lengths, backend, found, lanes, max((round.room for round in rounds), default=0), few, placed, sources, fresh)
+
+
+def _has_streams(q: torch.Tensor) -> bool:
+    return q.is_cuda
+
+
+def _rounds(found: list[Group]) -> list[Round]:
+    return [round for group in found for round in group.rounds]
+
+
+def _written(found: list[Group]) -> int:
+    """Rows of keys that are written out. Two streams halve what a round has room for: queries that are cut for it read all keys again.
+    That costs more than a stream hides, as a dense kernel's blocks fill a multiprocessor."""
+    return sum(round.room for round in _rounds(found))
 
 
 def query_row_bytes(
