@@ -46,7 +46,8 @@ HUGGING = (  # without those that take longest: whole models, compiled ones
     f"--deselect {MODELS}::test_compiling_layers_that_share_keys_is_refused tests/test_transformers_given.py"
 )
 STATIC = "tests/test_transformers_static.py"
-VLLM = "tests/test_vllm_plugin.py"
+VLLM = "tests/test_vllm_plugin.py tests/test_vllm_layers.py"
+LATENTS = "tests/test_vllm_latents.py"
 
 TESTS = {  # module: the tests that know it best, those that fail soonest first
     "implementations/reference/attend": f"{FACTS} {WHOLE}",
@@ -102,12 +103,11 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
             "implementation",
             "metadata",
             "mixed",
-            "mla",
-            "mla_metadata",
             "platform",
             "statistics",
         )
     },
+    **{f"integrations/vllm/{name}": f"{LATENTS} {VLLM}" for name in ("mla", "mla_metadata")},
     "integrations/vllm/blocks": f"{VLLM} tests/vllm_cpu/test_pool.py",
     "integrations/vllm/contract": "tests/test_vllm_contract.py",
 }

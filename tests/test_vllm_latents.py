@@ -1,28 +1,31 @@
 """Layers of latents (MLA) in the plug-in, without a model or an engine: what they show, gather and absorb, by numbers."""
 
 import math
+import os
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")  # before vLLM looks for a device
 pytest.importorskip("vllm")
 
-from test_vllm_plugin import COUNT, NOPE, RANK, ROPE, VALUES, latent_impl  # noqa: E402
-from vllm.model_executor.layers.attention import mla_attention  # noqa: E402
+from vllm.model_executor.layers.attention import mla_attention
 
-import quantkv.integrations.vllm as plug_in  # noqa: E402
-from quantkv import PagedCache, get_format  # noqa: E402
-from quantkv.calibration import Calibration  # noqa: E402
-from quantkv.engine.layer import LayerAttention  # noqa: E402
-from quantkv.engine.observed import moments_of  # noqa: E402
-from quantkv.engine.warm_up import StepLimits  # noqa: E402
-from quantkv.geometry import Heads  # noqa: E402
-from quantkv.integrations.vllm import mla  # noqa: E402
-from quantkv.integrations.vllm.implementation import QuantKVImpl  # noqa: E402
-from quantkv.integrations.vllm.mla_metadata import QuantKVLatentBuilder  # noqa: E402
-from quantkv.policy import Policy  # noqa: E402
+import quantkv.integrations.vllm as plug_in
+from quantkv import PagedCache, get_format
+from quantkv.calibration import Calibration
+from quantkv.engine.layer import LayerAttention
+from quantkv.engine.observed import moments_of
+from quantkv.engine.warm_up import StepLimits
+from quantkv.geometry import Heads
+from quantkv.integrations.vllm import mla
+from quantkv.integrations.vllm.implementation import QuantKVImpl
+from quantkv.integrations.vllm.mla_metadata import QuantKVLatentBuilder
+from quantkv.policy import Policy
+from test_vllm_plugin import COUNT, NOPE, RANK, ROPE, VALUES, latent_impl
 
 
 def random(*shape, seed=0):
@@ -66,7 +69,9 @@ def test_bytes_of_a_token_are_of_its_latent_and_of_rotated_dimensions_as_the_mod
     """Before the layers have their formats, of the configuration's type."""
     model, cache = SimpleNamespace(dtype=torch.bfloat16), SimpleNamespace(cache_dtype="quantkv_int8")
     monkeypatch.setattr(mla, "get_current_vllm_config", lambda: SimpleNamespace(model_config=model, cache_config=cache))
-    monkeypatch.setattr(mla, "get_mla_dims", lambda given: SimpleNamespace(kv_lora_rank=RANK, qk_rope_head_dim=ROPE) if given is model else None)
+    monkeypatch.setattr(
+        mla, "get_mla_dims", lambda given: SimpleNamespace(kv_lora_rank=RANK, qk_rope_head_dim=ROPE) if given is model else None
+    )
     backend = mla.QuantKVLatentBackend
     int4, int8 = (get_format(name) for name in ("int4", "int8"))
     meta = int8.cache_spec(1, RANK, block_size=16).page_bytes // 32 - RANK  # of a row of the latent's size

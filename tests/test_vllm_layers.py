@@ -1,5 +1,6 @@
 """Layers of keys and values in the plug-in, without a model or an engine: what is checked when they are made, and what a step does."""
 
+import os
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,22 +8,29 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")  # before vLLM looks for a device
 pytest.importorskip("vllm")
 
-from test_vllm_plugin import HEADS, LatentLayer, layers_configuration, made  # noqa: E402, F401  a fixture
-from vllm.compilation import backends  # noqa: E402
-from vllm.platforms import current_platform  # noqa: E402
+from vllm.compilation import backends
+from vllm.platforms import current_platform
 
-from quantkv import get_format  # noqa: E402
-from quantkv.calls import AttentionOptions  # noqa: E402
-from quantkv.engine.layer import LayerAttention, PagedLayer  # noqa: E402
-from quantkv.engine.layer_config import LayerConfig, Shard  # noqa: E402
-from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
-from quantkv.geometry import Heads  # noqa: E402
-from quantkv.integrations.vllm import backend, implementation, mla  # noqa: E402
-from quantkv.integrations.vllm.backend import QuantKVBackend  # noqa: E402
-from quantkv.integrations.vllm.implementation import QuantKVImpl  # noqa: E402
-from quantkv.policy import Policy  # noqa: E402
+from quantkv import get_format
+from quantkv.calls import AttentionOptions
+from quantkv.engine.layer import LayerAttention, PagedLayer
+from quantkv.engine.layer_config import LayerConfig, Shard
+from quantkv.full_precision import FullPrecisionTokens
+from quantkv.geometry import Heads
+from quantkv.integrations.vllm import backend, implementation, mla
+from quantkv.integrations.vllm.backend import QuantKVBackend
+from quantkv.integrations.vllm.implementation import QuantKVImpl
+from quantkv.policy import Policy
+from test_vllm_plugin import HEADS, layers_configuration, ready_for_layers
+
+
+@pytest.fixture
+def made(monkeypatch):
+    return ready_for_layers(monkeypatch)
 
 
 def bare(**given):
@@ -91,7 +99,7 @@ def test_a_policy_of_full_precision_is_checked_with_its_layer(made, monkeypatch)
     monkeypatch.setattr(implementation, "policy_of", lambda config: Policy("int4", full_precision=FullPrecisionTokens(16, 24)))
     monkeypatch.setattr(implementation, "reads_own_rows", lambda *given: True)
     config.parallel_config.use_ubatching = True
-    with pytest.raises(NotImplementedError, match="policy.full_precision with steps that are cut into two batches"):
+    with pytest.raises(NotImplementedError, match=r"policy\.full_precision with steps that are cut into two batches"):
         QuantKVImpl(4, 64, 0.125)
 
 
@@ -141,10 +149,7 @@ def test_bytes_of_a_token_are_those_of_the_smallest_page(monkeypatch):
     impl = bare(dtype=torch.bfloat16, head_size=64)
     for module in (implementation, backend):
         monkeypatch.setattr(module, "format_of", lambda name, dtype: page_of(int(name)))
-    asks = (
-        lambda name: impl._token_bytes(name),
-        lambda name: mla.latent_bytes(page_of(int(name)), (256, 64), torch.bfloat16),
-    )
+    asks = (lambda name: impl._token_bytes(name), lambda name: mla.latent_bytes(page_of(int(name)), (256, 64), torch.bfloat16))
     for ask in asks:
         assert ask("176") == 11
         with pytest.raises(ValueError, match="block_size=16: a page of 168 bytes is no whole number of bytes a token"):
@@ -206,8 +211,8 @@ def test_weights_that_are_loaded_again_leave_what_was_measured(monkeypatch):
     loaded = Loaded(monkeypatch, Policy("levels4", statistics="auto"))
     measured = []
 
-    def with_calibration(config, made, number):
-        measured.append((made, number))
+    def with_calibration(config, found, number):
+        measured.append((found, number))
         return replace(config, full_precision="as measured")
 
     monkeypatch.setattr(LayerConfig, "with_calibration", with_calibration)
