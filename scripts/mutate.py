@@ -108,7 +108,7 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
         )
     },
     **{f"integrations/vllm/{name}": f"{LATENTS} {VLLM}" for name in ("mla", "mla_metadata")},
-    "integrations/vllm/blocks": f"{VLLM} tests/vllm_cpu/test_pool.py",
+    "integrations/vllm/blocks": f"tests/test_vllm_blocks.py {VLLM} tests/vllm_cpu/test_pool.py",
     "integrations/vllm/contract": "tests/test_vllm_contract.py",
 }
 PACKAGES = ("torch", "numpy", "pytest", "hypothesis", "safetensors.torch", "triton")
@@ -139,7 +139,24 @@ EQUIVALENT = {  # (module, how the line begins, what is changed): why it compute
         for change in ("1 -> 2", "17 -> 16", "17 -> 18", "LShift -> RShift")
     },
     ("integrations/vllm/backend", "super().__init_subclass__", "statement removed"): "the classes above it do nothing there",
-    ("integrations/vllm/backend", "return token_bytes(fmt.cache_spec(1", "1 -> 2"): "a page is of one head, however many there are",
+    **{
+        (f"integrations/vllm/{module}", line, "1 -> 2"): "a page is of one head, however many there are"
+        for module, line in (
+            ("backend", "return token_bytes(fmt.cache_spec(1"),
+            ("implementation", "return token_bytes(format_of(name, self.dtype).cache_spec(1"),
+            ("mla", "return token_bytes(fmt.latents(dtype).cache_spec(1"),
+            ("mla", "return token_bytes(cls.format.cache_spec(1"),
+        )
+    },
+    **{("integrations/vllm/mla", "map_ = self.paged.allocate(1", change): "pages of which none is read" for change in ("0 -> 1", "1 -> 2")},
+    ("integrations/vllm/mla", "step = FullPrecisionStep(self.full_precision", "0 -> 1"): "a step that writes no row",
+    ("integrations/vllm/metadata", "scheduler, sizes = config.scheduler_config", "0 -> 1"): "a step has room for a sequence anyway",
+    ("integrations/vllm/metadata", "def build(self, common_prefix_len", "False -> True"): "an argument of vLLM's that nothing reads",
+    ("integrations/vllm/metadata", "starts = m.query_start_loc_cpu", "1 -> 2"): "a start more than there are lengths",
+    **{
+        ("integrations/vllm/connectors", "found = opened.read(1024)", change): "many more bytes than a type's name has"
+        for change in ("1024 -> 1023", "1024 -> 1025")
+    },
     ("integrations/vllm/mixed", "if found is not None and found.density", "Gt -> GtE"): "a number of many digits, which no model meets",
     ("integrations/vllm/mla", "rows = torch.empty(1, sum(self.sizes)", "1 -> 2"): "a row that nothing reads",
     ("integrations/vllm/mla", "def do_kv_cache_update", "False -> True"): "an argument of vLLM's that nothing reads",
