@@ -163,7 +163,8 @@ def test_what_vllm_plans_as_well_is_left_to_it(config):
     assert blocks.plan(config, named(state(), state())) is None
     assert blocks.plan(config, HYBRID | {"other": state(5000)}) is None
     assert blocks.plan(config, HYBRID | {"other": windows()}) is None
-    assert blocks.plan(config, named(rows(), rows(), state(), state())) is None
+    for tokens in (16, 32):
+        assert blocks.plan(config, named(rows(), rows(block_size=tokens), state(), state())) is None
     assert blocks.plan(config, named(rows("int8"), rows(), state(4096))) is not None
 
 
@@ -304,15 +305,15 @@ class States(Held, MambaBase):
 def test_tokens_of_a_block_beside_states_are_a_multiple_of_what_states_ask_for(mode, alignment, step, config, monkeypatch):
     """Where states are kept at the ends of blocks. Layers that keep nothing, and what is no layer of attention, say nothing."""
     monkeypatch.setattr(blocks, "get_mamba_prefill_checkpoint_alignment", lambda config: alignment)
-    specs = named(rows("int8", block_size=512), rows(block_size=512), *[state()] * 4)
+    specs = named(rows("int8", block_size=512), rows(block_size=512), *[state(6000)] * 4)
     layers = {name: (States if isinstance(spec, pages.MambaSpec) else Rows)(spec) for name, spec in specs.items()}
     config.compilation_config = SimpleNamespace(static_forward_context=layers | {"reads another's": Rows(None), "experts": object()})
     cache = config.cache_config
     cache.mamba_cache_mode, cache.block_size, cache.mamba_block_size, cache.mamba_page_size_padded = mode, 512, 64, 65536
     blocks._choose_beside_states(config)
     held = 2 if mode == "align" else 1
-    expected = packed_beside_states(layers_of(specs), held, step, None, 128).groups[0].block_size
-    assert expected % step == 0 and expected != 512
+    expected, other = (packed_beside_states(layers_of(specs), held, n, None, 128).groups[0].block_size for n in (step, 64 - step))
+    assert expected % step == 0 and expected not in (other, 512)
     assert (cache.block_size, cache.mamba_page_size_padded) == (expected, None)
     assert cache.mamba_block_size == (expected if mode == "align" else 64)
 
