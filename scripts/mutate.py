@@ -92,6 +92,7 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
     "integrations/transformers/rotation": "tests/test_calibrate.py",
     "integrations/transformers/sensitivity": "tests/cli/test_cli_tune.py",
     "integrations/transformers/recurrent_and_latent": HUGGING,
+    "integrations/transformers/statistics": "tests/test_statistics.py",
     **{
         f"integrations/vllm/{name}": VLLM
         for name in (

@@ -15,12 +15,13 @@ pytest.importorskip("vllm")
 from vllm.compilation import backends
 from vllm.platforms import current_platform
 
-from quantkv import get_format
-from quantkv.calls import AttentionOptions
+from quantkv import PagedCache, get_format
+from quantkv.calls import AttentionOptions, Batch
 from quantkv.engine.layer import LayerAttention, PagedLayer
 from quantkv.engine.layer_config import LayerConfig, Shard
 from quantkv.full_precision import FullPrecisionTokens
 from quantkv.geometry import Heads
+from quantkv.integrations import serving
 from quantkv.integrations.vllm import backend, implementation, mla
 from quantkv.integrations.vllm.backend import QuantKVBackend
 from quantkv.integrations.vllm.implementation import QuantKVImpl
@@ -287,6 +288,32 @@ def test_a_step_attends_with_what_the_layer_has(monkeypatch):
     assert done == [("attend", given, {"out": out, "sinks": "own", **own}) for own in rows]
     with pytest.raises(NotImplementedError, match="fused quantization of the output"):
         impl.forward(None, "query", "key", "value", torch.empty(2), step, out, output_scale=torch.ones(1))
+
+
+@pytest.mark.parametrize("sqrt", [False, True])
+def test_slopes_count_the_distance_of_a_key_or_its_square_root(sqrt, made):
+    """As the model says (Step-1 takes the root), over pages and in the pass that measures the model alike."""
+    tokens, slopes = 20, [0.5, 0.25]
+    impl = QuantKVImpl(2, 16, 0.25, 1, slopes, use_alibi_sqrt=sqrt)
+    assert impl.attention.options == AttentionOptions(alibi_sqrt=sqrt)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(tokens, heads, 16, generator=generator) for heads in (2, 1, 1))
+    behind = (torch.arange(tokens)[:, None] - torch.arange(tokens)).clamp(min=0)
+    bias = torch.tensor(slopes)[:, None, None] * (behind.sqrt() if sqrt else behind)
+    scores = (0.25 * torch.einsum("thd,sd->hts", query, key[:, 0]) - bias).masked_fill(
+        torch.ones(tokens, tokens).triu(1).bool(), -torch.inf
+    )
+    expected = torch.einsum("hts,sd->thd", scores.softmax(2), value[:, 0])
+
+    cache = PagedCache(get_format("fp32").cache_spec(1, 16), 2)
+    table, starts, lens = torch.tensor([[0, 1]]).int(), torch.tensor([0, tokens]).int(), torch.tensor([tokens]).int()
+    step = serving.Step("mixed", Batch(starts, lens, tokens), table, torch.arange(tokens))
+    step.write(cache, key, value)
+    impl.cache_of, impl._per_layer = lambda kv_cache: cache, impl.attention.tensors(torch.device("cpu"))
+    found = impl.forward(None, query, key, value, None, step, torch.empty(tokens, 2, 16))
+    impl.watch(SimpleNamespace(add=lambda *given: None))
+    observed = impl.forward(None, query, key, value, None, None, torch.empty(tokens, 2, 16))
+    assert torch.allclose(found, expected, atol=1e-5) and torch.allclose(observed, expected, atol=1e-5)
 
 
 def test_a_layer_keeps_its_pages_while_vllms_tensor_is_the_same():

@@ -140,7 +140,10 @@ class QuantKVImpl(AttentionImpl[Step]):
             warn_of_padding(self.config, self.policy, self.dtype)
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu")
         options = AttentionOptions(
-            window=sliding_window or 0, softcap=float(logits_soft_cap or 0.0), batch_invariant=bool(envs.VLLM_BATCH_INVARIANT)
+            window=sliding_window or 0,
+            softcap=float(logits_soft_cap or 0.0),
+            alibi_sqrt=bool(use_alibi_sqrt),
+            batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
         )
         own_rows = reads_own_rows(self.config, options.batch_invariant)
         self.attention = LayerAttention(num_heads, self.scale, options, sinks, slopes, own_rows)
