@@ -192,6 +192,8 @@ EQUIVALENT = {  # (module, how the line begins, what is changed): why it compute
     },
     ("implementations/cpu/sides", "patterns = torch.arange(2 **", "2 -> 3"): "patterns that no code has",
     ("implementations/cpu/write", "half = len(given[0])", "0 -> 1"): "keys and values are as many",
+    ("integrations/transformers/statistics", "VERSION = 2", "2 -> 3"): "any number that no version before had",
+    **{("policy", "whole_file.write(path, (json.dumps", change): "how a file is indented" for change in ("2 -> 3", "2 -> 1")},
     ("integrations/transformers/rotation", "if embedding[0].ndim == 4", "Gt -> GtE"): "of one axis, which equals itself",
     ("integrations/transformers/layers", "self.places = [t.view(-1)", "16 -> 17"): TUNED,
     **{
