@@ -120,6 +120,26 @@ def test_what_is_kept_is_measured_again_where_it_is_of_another_model(model, capl
     assert statistics._kept(file, model) is None and "measured again" in caplog.text
 
 
+def test_the_pass_runs_in_full_precision_and_makes_no_inference_tensors(model, monkeypatch):
+    """In whatever mode the model is called."""
+    seen = []
+
+    def calibrates(*args, **kwargs):
+        seen.append((torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")))
+        return calibrate(*args, **kwargs)
+
+    monkeypatch.setattr(statistics, "calibrate", calibrates)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        statistics.statistics_of(model)
+    assert seen == [(False, False)]
+
+
+def test_the_folder_that_keeps_statistics_is_made(model, own_folder, monkeypatch):
+    monkeypatch.setenv("QUANTKV_CACHE", str(own_folder / "new" / "cache"))
+    statistics.statistics_of(model)
+    assert len(list((own_folder / "new" / "cache" / "statistics").iterdir())) == 1
+
+
 def test_a_folder_that_cannot_be_written_to_is_no_error(model, own_folder, caplog):
     caplog.set_level(logging.INFO, "quantkv")
     (own_folder / "statistics").write_text("no folder")
@@ -133,7 +153,7 @@ def test_the_tokenizer_is_that_of_the_model_or_of_its_text_part(outer, inner, as
     monkeypatch.setattr(statistics, "sample_tokens", lambda *of: given.append(of) or (torch.zeros(1, 512), "text"))
     monkeypatch.setattr(statistics, "max_positions", lambda config: 256)
     text = SimpleNamespace(name_or_path=inner, vocab_size=99)
-    config = SimpleNamespace(name_or_path=outer, get_text_config=lambda decoder: text)
+    config = SimpleNamespace(name_or_path=outer, get_text_config=lambda decoder: text if decoder else None)
     ids, source = statistics._ids(SimpleNamespace(config=config, device=torch.device("cpu")))
     assert given == [(asked, 99, 512)] and ids.shape == (2, 256) and source == "text"
 
@@ -248,6 +268,26 @@ def test_how_long_latents_were_measured_is_said_once(monkeypatch, caplog):
     made = statistics.latent_means(Policy("levels4", statistics="auto"), model)
     assert statistics.latent_means(Policy("levels4", statistics="auto"), model) is made
     assert [record.message.rpartition(": ")[2] for record in caplog.records] == ["3.5 s"]
+
+
+def test_latents_are_measured_in_one_context_without_gradients(monkeypatch):
+    """In full precision, in whatever mode the model is called; the decoder is asked, where a model has an encoder too."""
+    model, seen = latent_model(), []
+    model.config.max_position_embeddings = 100
+    own, text = model.forward, type(model.config).get_text_config
+    monkeypatch.setattr(
+        type(model.config), "get_text_config", lambda self, decoder=None, **more: seen.append(decoder) or text(self, decoder, **more)
+    )
+
+    def forward(ids, **given):
+        seen.append((ids.shape, given["use_cache"], torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+        return own(ids, **given)
+
+    model.forward = forward
+    with torch.autocast("cpu", torch.bfloat16):
+        made = statistics.latent_means(Policy("levels4", statistics="require"), model)
+    assert seen.count(((1, 100), True, False, False)) == 1 and len(made) == model.config.num_hidden_layers
+    assert all(asked is True for asked in seen if not isinstance(asked, tuple))
 
 
 def test_latents_that_cannot_be_measured_are_stored_with_their_mean(caplog):
