@@ -46,7 +46,8 @@ HUGGING = (  # without those that take longest: whole models, compiled ones
     f"--deselect {MODELS}::test_compiling_layers_that_share_keys_is_refused tests/test_transformers_given.py"
 )
 STATIC = "tests/test_transformers_static.py"
-VLLM = "tests/test_vllm_plugin.py"
+VLLM = "tests/test_vllm_plugin.py tests/test_vllm_layers.py"
+LATENTS = "tests/test_vllm_latents.py"
 
 TESTS = {  # module: the tests that know it best, those that fail soonest first
     "implementations/reference/attend": f"{FACTS} {WHOLE}",
@@ -91,6 +92,7 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
     "integrations/transformers/rotation": "tests/test_calibrate.py",
     "integrations/transformers/sensitivity": "tests/cli/test_cli_tune.py",
     "integrations/transformers/recurrent_and_latent": HUGGING,
+    "integrations/transformers/statistics": "tests/test_statistics.py",
     **{
         f"integrations/vllm/{name}": VLLM
         for name in (
@@ -102,13 +104,12 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
             "implementation",
             "metadata",
             "mixed",
-            "mla",
-            "mla_metadata",
             "platform",
             "statistics",
         )
     },
-    "integrations/vllm/blocks": f"{VLLM} tests/vllm_cpu/test_pool.py",
+    **{f"integrations/vllm/{name}": f"{LATENTS} {VLLM}" for name in ("mla", "mla_metadata")},
+    "integrations/vllm/blocks": f"tests/test_vllm_blocks.py {VLLM} tests/vllm_cpu/test_pool.py",
     "integrations/vllm/contract": "tests/test_vllm_contract.py",
 }
 PACKAGES = ("torch", "numpy", "pytest", "hypothesis", "safetensors.torch", "triton")
@@ -139,7 +140,27 @@ EQUIVALENT = {  # (module, how the line begins, what is changed): why it compute
         for change in ("1 -> 2", "17 -> 16", "17 -> 18", "LShift -> RShift")
     },
     ("integrations/vllm/backend", "super().__init_subclass__", "statement removed"): "the classes above it do nothing there",
-    ("integrations/vllm/backend", "return token_bytes(fmt.cache_spec(1", "1 -> 2"): "a page is of one head, however many there are",
+    **{
+        (f"integrations/vllm/{module}", line, "1 -> 2"): "a page is of one head, however many there are"
+        for module, line in (
+            ("backend", "return token_bytes(fmt.cache_spec(1"),
+            ("implementation", "return token_bytes(format_of(name, self.dtype).cache_spec(1"),
+            ("mla", "return token_bytes(fmt.latents(dtype).cache_spec(1"),
+            ("mla", "return token_bytes(cls.format.cache_spec(1"),
+        )
+    },
+    **{("integrations/vllm/mla", "map_ = self.paged.allocate(1", change): "pages of which none is read" for change in ("0 -> 1", "1 -> 2")},
+    ("integrations/vllm/mla", "step = FullPrecisionStep(self.full_precision", "0 -> 1"): "a step that writes no row",
+    ("integrations/vllm/blocks", "rows = max(config.scheduler_config", "0 -> 1"): "a table has room for a sequence anyway",
+    ("integrations/vllm/blocks", "step = math.lcm(STEP", "1 -> 2"): "sixteen is a multiple of either",
+    ("integrations/vllm/blocks", "cache.block_size = found.groups[0]", "0 -> 1"): "blocks beside states have as many tokens in all groups",
+    ("integrations/vllm/metadata", "scheduler, sizes = config.scheduler_config", "0 -> 1"): "a step has room for a sequence anyway",
+    ("integrations/vllm/metadata", "def build(self, common_prefix_len", "False -> True"): "an argument of vLLM's that nothing reads",
+    ("integrations/vllm/metadata", "starts = m.query_start_loc_cpu", "1 -> 2"): "a start more than there are lengths",
+    **{
+        ("integrations/vllm/connectors", "found = opened.read(1024)", change): "many more bytes than a type's name has"
+        for change in ("1024 -> 1023", "1024 -> 1025")
+    },
     ("integrations/vllm/mixed", "if found is not None and found.density", "Gt -> GtE"): "a number of many digits, which no model meets",
     ("integrations/vllm/mla", "rows = torch.empty(1, sum(self.sizes)", "1 -> 2"): "a row that nothing reads",
     ("integrations/vllm/mla", "def do_kv_cache_update", "False -> True"): "an argument of vLLM's that nothing reads",
@@ -171,6 +192,8 @@ EQUIVALENT = {  # (module, how the line begins, what is changed): why it compute
     },
     ("implementations/cpu/sides", "patterns = torch.arange(2 **", "2 -> 3"): "patterns that no code has",
     ("implementations/cpu/write", "half = len(given[0])", "0 -> 1"): "keys and values are as many",
+    ("integrations/transformers/statistics", "VERSION = 2", "2 -> 3"): "any number that no version before had",
+    **{("policy", "whole_file.write(path, (json.dumps", change): "how a file is indented" for change in ("2 -> 3", "2 -> 1")},
     ("integrations/transformers/rotation", "if embedding[0].ndim == 4", "Gt -> GtE"): "of one axis, which equals itself",
     ("integrations/transformers/layers", "self.places = [t.view(-1)", "16 -> 17"): TUNED,
     **{

@@ -2,7 +2,7 @@
 # Stock vLLM with quantkv's pages on a machine without a GPU, in an environment of its own: .vllm, or $QUANTKV_VLLM_ENV.
 #   scripts/vllm_cpu.sh                              sets it up; the others do so first where it is missing or out of date
 #   scripts/vllm_cpu.sh serve [arguments of vllm]    serves SmolLM2 from this machine's port 8000
-#   scripts/vllm_cpu.sh test [arguments of pytest]   runs tests/vllm_cpu, tests/test_vllm_contract.py, tests/test_vllm_plugin.py
+#   scripts/vllm_cpu.sh test [arguments of pytest]   runs tests/vllm_cpu and tests/test_vllm_{contract,plugin,layers,latents,blocks}.py
 # vLLM's wheel on the package index is built for CUDA: it runs here with the operators in scripts/vllm_cpu, and at their pace.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -53,6 +53,6 @@ print(models.converted(models.packaged_gguf(), announce=lambda line: print(line,
     exec "$environment/bin/vllm" serve "$model" --served-model-name smollm2 --attention-backend CUSTOM --dtype float32 \
         --max-model-len 2048 --enforce-eager --compilation-config '{"custom_ops": ["none"]}' "${@:2}"
     ;;
-test) QUANTKV_VLLM_SUITE=1 exec "$environment/bin/python" -m pytest -n 2 --dist loadfile tests/test_vllm_contract.py tests/test_vllm_plugin.py tests/vllm_cpu "${@:2}" ;;
+test) QUANTKV_VLLM_SUITE=1 exec "$environment/bin/python" -m pytest -n 2 --dist loadfile tests/test_vllm_{contract,plugin,layers,latents,blocks}.py tests/vllm_cpu "${@:2}" ;;
 *) fail "$1 is none of serve, test" ;;
 esac

@@ -71,6 +71,8 @@ def test_files_that_are_no_policy(text, tmp_path):
         ({"layers": {0: "int5"}}, "format='int5' is unknown"),
         ({"calibration": "model.safetensors"}, "calibration=.*: Calibration or None"),
         ({"full_precision": 16}, "full_precision=.*: FullPrecisionTokens or None"),
+        ({"statistics": "on"}, "statistics='on': one of off, auto, require is needed"),
+        ({"prompt": "fresh"}, "prompt='fresh': one of own, stored is needed"),
     ],
     ids=str,
 )
@@ -179,8 +181,24 @@ def test_a_policy_is_given_by_what_names_it(form, tmp_path):
     assert Policy.given("int4") is None and Policy.given(4) is None
 
 
+def test_a_dict_names_no_files():
+    assert Policy.from_dict({"format": "int4", "layers": {0: "int8"}}) == Policy("int4", {0: "int8"})
+    for name in ("maps", "calibration"):
+        with pytest.raises(ValueError, match=rf"policy\.{name}='beside.safetensors': a dict has no folder to look in: .*{name}=\.\.\."):
+            Policy.from_dict({"format": "int4", name: "beside.safetensors"})
+
+
+@pytest.mark.parametrize(("statistics", "wanted"), [("off", False), ("auto", True), ("require", True)])
+def test_statistics_are_wanted_where_there_is_no_calibration(statistics, wanted):
+    calibration = Calibration(1, {0: LayerMoments(None, torch.eye(4)[None], torch.eye(4)[None])})
+    assert Policy("int4", statistics=statistics).wants_statistics is wanted
+    assert Policy("int4", statistics=statistics, calibration=calibration).wants_statistics is False
+
+
 def test_the_number_of_a_layer_has_few_digits(tmp_path):
     eye = torch.eye(4)[None]
+    save_file({"layers.99999.k.forward": eye, "layers.99999.k.inverse": eye.clone()}, tmp_path / "maps.safetensors")
+    assert list(Policy.load(write(tmp_path, maps="maps.safetensors")).maps) == [99999]
     save_file({f"layers.{'1' * 40}.k.forward": eye, f"layers.{'1' * 40}.k.inverse": eye.clone()}, tmp_path / "maps.safetensors")
     with pytest.raises(ValueError, match="tensors are named"):
         Policy.load(write(tmp_path, maps="maps.safetensors"))

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -108,6 +109,74 @@ def test_they_are_kept_by_the_weights(model, own_folder, monkeypatch):
     assert file.stat().st_size > 1000 and len(list((own_folder / "statistics").iterdir())) == 2
 
 
+def test_what_is_kept_is_measured_again_where_it_is_of_another_model(model, caplog):
+    """Of other heads, say. Where nothing is kept nothing is said."""
+    caplog.set_level(logging.INFO, "quantkv")
+    file = statistics._file(model)
+    assert statistics._kept(None, model) is statistics._kept(file, model) is None and not caplog.records
+    made = statistics.statistics_of(model)
+    assert statistics._kept(file, model).digest == made.digest
+    statistics._keep(calibration_of({0: latent_moments(torch.ones(4))}, 1, "text"), file)
+    assert statistics._kept(file, model) is None and "measured again" in caplog.text
+
+
+def test_the_pass_runs_in_full_precision_and_makes_no_inference_tensors(model, monkeypatch):
+    """In whatever mode the model is called."""
+    seen = []
+
+    def calibrates(*args, **kwargs):
+        seen.append((torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")))
+        return calibrate(*args, **kwargs)
+
+    monkeypatch.setattr(statistics, "calibrate", calibrates)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        statistics.statistics_of(model)
+    assert seen == [(False, False)]
+
+
+def test_the_folder_that_keeps_statistics_is_made(model, own_folder, monkeypatch):
+    monkeypatch.setenv("QUANTKV_CACHE", str(own_folder / "new" / "cache"))
+    statistics.statistics_of(model)
+    assert len(list((own_folder / "new" / "cache" / "statistics").iterdir())) == 1
+
+
+def test_a_folder_that_cannot_be_written_to_is_no_error(model, own_folder, caplog):
+    caplog.set_level(logging.INFO, "quantkv")
+    (own_folder / "statistics").write_text("no folder")
+    made = statistics.statistics_of(model)
+    assert caplog.text.count("is not kept") == 1 and statistics.statistics_of(model) is made
+
+
+@pytest.mark.parametrize(("outer", "inner", "asked"), [("a", "b", "a"), ("", "b", "b"), ("a", "", "a")])
+def test_the_tokenizer_is_that_of_the_model_or_of_its_text_part(outer, inner, asked, monkeypatch):
+    given = []
+    monkeypatch.setattr(statistics, "sample_tokens", lambda *of: given.append(of) or (torch.zeros(1, 512), "text"))
+    monkeypatch.setattr(statistics, "max_positions", lambda config: 256)
+    text = SimpleNamespace(name_or_path=inner, vocab_size=99)
+    config = SimpleNamespace(name_or_path=outer, get_text_config=lambda decoder: text if decoder else None)
+    ids, source = statistics._ids(SimpleNamespace(config=config, device=torch.device("cpu")))
+    assert given == [(asked, 99, 512)] and ids.shape == (2, 256) and source == "text"
+
+
+@pytest.mark.parametrize(("took", "level"), [(2.0, "INFO"), (2.25, "WARNING")])
+def test_a_pass_of_more_than_two_seconds_is_said_to_everyone(took, level, model, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "quantkv")
+    clock = iter((10.0, 10.0 + took))
+    monkeypatch.setattr(statistics, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    statistics.statistics_of(model)
+    (said,) = [record for record in caplog.records if "key means and Hessians" in record.message]
+    assert said.levelname == level and f": {took:.1f} s, once for these weights" in said.message
+
+
+def test_no_hook_stays_where_no_cache_waits(model):
+    hooks = torch.nn.modules.module._global_forward_pre_hooks
+    before = len(hooks)
+    caches = [QuantizedCache(model.config, "4bit") for _ in range(2)]
+    assert len(hooks) == before + 1
+    run(model, caches[0])
+    assert len(hooks) == before
+
+
 def test_the_pass_leaves_the_model_as_it_was(model):
     model.train()
     before = model.config._attn_implementation, model.training, torch.get_rng_state()
@@ -165,8 +234,9 @@ def test_caches_that_are_never_used_are_not_kept(model):
 
 
 @torch.no_grad()
-def test_latents_are_stored_without_their_mean():
+def test_latents_are_stored_without_their_mean(caplog):
     """Of a model whose embeddings share a direction: read by absorbed queries, and read back for another attention."""
+    caplog.set_level(logging.INFO, "quantkv")
     from architectures import ARCHITECTURES
 
     model = next(a for a in ARCHITECTURES if a.name == "DeepSeek V3").build()
@@ -182,6 +252,55 @@ def test_latents_are_stored_without_their_mean():
             lost.append(float((found - want).norm() / want.norm()))
             assert (cache.layers[0].mean is None) == (mode == "off")
         assert lost[1] < lost[0] / 2
+    assert caplog.text.count("quantkv: means of latents of DeepseekV3ForCausalLM") == 1
+
+
+def latent_model():
+    from architectures import ARCHITECTURES
+
+    return next(a for a in ARCHITECTURES if a.name == "DeepSeek V3").build()
+
+
+def test_how_long_latents_were_measured_is_said_once(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "quantkv")
+    model, clock = latent_model(), iter((10.0, 13.5))
+    monkeypatch.setattr(statistics, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    made = statistics.latent_means(Policy("levels4", statistics="auto"), model)
+    assert statistics.latent_means(Policy("levels4", statistics="auto"), model) is made
+    assert [record.message.rpartition(": ")[2] for record in caplog.records] == ["3.5 s"]
+
+
+def test_latents_are_measured_in_one_context_without_gradients(monkeypatch):
+    """In full precision, in whatever mode the model is called; the decoder is asked, where a model has an encoder too."""
+    model, seen = latent_model(), []
+    model.config.max_position_embeddings = 100
+    own, text = model.forward, type(model.config).get_text_config
+    monkeypatch.setattr(
+        type(model.config), "get_text_config", lambda self, decoder=None, **more: seen.append(decoder) or text(self, decoder, **more)
+    )
+
+    def forward(ids, **given):
+        seen.append((ids.shape, given["use_cache"], torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+        return own(ids, **given)
+
+    model.forward = forward
+    with torch.autocast("cpu", torch.bfloat16):
+        made = statistics.latent_means(Policy("levels4", statistics="require"), model)
+    assert seen.count(((1, 100), True, False, False)) == 1 and len(made) == model.config.num_hidden_layers
+    assert all(asked is True for asked in seen if not isinstance(asked, tuple))
+
+
+def test_latents_that_cannot_be_measured_are_stored_with_their_mean(caplog):
+    model = latent_model()
+
+    def fails(*args, **kwargs):
+        raise NotImplementedError("its latents are not understood")
+
+    model.forward = fails
+    assert statistics.latent_means(Policy("levels4", statistics="auto"), model) == {}
+    assert "no statistics of DeepseekV3ForCausalLM, latents are stored with their mean: its latents are not understood" in caplog.text
+    with pytest.raises(NotImplementedError, match="not understood"):
+        statistics.latent_means(Policy("levels4", statistics="require"), model)
 
 
 def test_latents_wait_for_their_model():

@@ -12,7 +12,9 @@ transformers = pytest.importorskip("transformers")
 
 from architectures import ARCHITECTURES  # noqa: E402
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
+from quantkv.geometry import Heads  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, use_quantkv_attention  # noqa: E402
+from quantkv.integrations.transformers.config import geometry_of  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
 from test_transformers import logits, prompts, tiny  # noqa: E402
 
@@ -190,3 +192,11 @@ def test_a_cache_with_states_takes_another_batch_after_a_reset():
             model(ids[None], past_key_values=QuantizedCache(model.config, "int8")).logits,
         )
     assert torch.equal(found, other)
+
+
+@pytest.mark.skipif("mimo_v2_flash" not in transformers.CONFIG_MAPPING, reason="this transformers has no MiMo-V2-Flash")
+def test_layers_with_a_window_have_heads_of_their_own_where_a_model_says_so():
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "v_head_dim": 16}
+    kinds = ["full_attention", "sliding_attention"]
+    config = transformers.CONFIG_MAPPING["mimo_v2_flash"](num_hidden_layers=2, layer_types=kinds, sliding_window=32, **sizes)
+    assert geometry_of(config).heads == {0: Heads(2, 24, 16), 1: Heads(4, 24, 16)}

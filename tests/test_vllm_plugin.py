@@ -84,11 +84,11 @@ class Layer:
         self.kv_cache = kv_cache
 
 
-def builder_of(layers, device, width=24, block_size=64, alignment=None):
+def builder_of(layers, device, width=24, block_size=64, alignment=None, speculative=None):
     names = {str(number): layer for number, layer in enumerate(layers)}
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=names, cudagraph_capture_sizes=[]),
-        speculative_config=None,
+        speculative_config=speculative,
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         scheduler_config=SimpleNamespace(max_num_seqs=4),
     )
@@ -111,6 +111,11 @@ def test_kernels_are_compiled_when_pages_are_bound(monkeypatch):
     assert layers[0].asked[0][0] is pages
     layers[1].bind_kv_cache(pages[::2])
     assert len(layers[1].asked) == 1
+    of_latents = pages[:, 0]
+    for tokens, times in ((64, 2), (32, 3), (64, 3)):
+        layers[1].bind_kv_cache(of_latents[:, :tokens])
+        assert len(layers[1].asked) == times
+    del layers[1].asked[1:]
     again = [Layer.__new__(Layer) for _ in layers]  # vLLM profiles with other pages first, and makes its builders again
     for layer, known in zip(again, layers):
         layer.asked, layer.impl = known.asked, known.impl
@@ -623,6 +628,101 @@ def test_a_connector_is_made_under_a_type_that_vllm_knows(tmp_path):
     assert connectors._create_connector(own, KVConnectorFactory, config, "worker", planned)[1] == "fp8"
 
 
+@pytest.mark.parametrize(
+    ("name", "extra", "named"),
+    [
+        ("NixlConnector", {}, ["handshakes"]),
+        ("LMCacheMPConnector", {}, ["keys"]),
+        ("ExampleConnector", {"shared_storage_path": "here"}, ["here"]),
+        ("ExampleConnector", {}, ["/tmp"]),
+        ("OffloadingConnector", {"shared_storage_path": "here"}, []),
+        (
+            "MultiConnector",
+            {"connectors": [{"kv_connector": "LMCacheMPConnector"}, {"kv_connector": "NixlPushConnector"}]},
+            ["keys", "handshakes"],
+        ),
+        (
+            "MultiConnector",
+            {"connectors": [{"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": "there"}}]},
+            ["there"],
+        ),
+        ("OffloadingConnector", {"connectors": [{"kv_connector": "NixlConnector"}]}, []),
+    ],
+)
+def test_a_type_is_named_where_its_connector_compares_it(name, extra, named, monkeypatch):
+    """Those that a MultiConnector holds, too. The digest is of the blocks of each group: packed ones say whose pages they hold."""
+    done, digested = [], []
+    monkeypatch.setattr(connectors, "_name_in_handshakes", lambda: done.append("handshakes"))
+    monkeypatch.setattr(connectors, "_name_in_keys", lambda: done.append("keys"))
+    monkeypatch.setattr(connectors, "_check_folder", lambda folder, stored: done.append(str(folder)))
+    monkeypatch.setattr(connectors, "page_digest", lambda config, blocks: digested.append(blocks) or "1f" * 8)
+    transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra)
+    config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="quantkv_int4:of another start"), kv_transfer_config=transfer)
+    row = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.uint8}
+    whole = pages.FullAttentionSpec(block_size=16, **row)
+    packed = replace(whole, block_size=80, block_stride_alignment=5 * 16)
+    groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=("a", "b")) for spec in (whole, packed)]
+    own = lambda cls, config, *given: (config.cache_config.cache_dtype, *given)
+    planned = SimpleNamespace(kv_cache_groups=groups)
+    assert connectors._create_connector(own, None, config, "worker", planned) == (f"quantkv_int4:{'1f' * 8}", "worker", planned)
+    assert done == named and digested == [[16, [80, 80, ["a", "b"]]]]
+
+
+def test_a_connector_that_is_not_vllms_is_warned_of(monkeypatch):
+    told = []
+    monkeypatch.setattr(connectors.logger, "warning_once", lambda text, *given: told.append(text % given))
+    transfer = SimpleNamespace(kv_connector=None, kv_connector_extra_config={}, enable_permute_local_kv=False)
+    config = SimpleNamespace(kv_transfer_config=transfer, cache_config=SimpleNamespace(cache_dtype="quantkv_int4"))
+    for transfer.kv_connector in (None, "OffloadingConnector"):
+        connectors.check_connectors(config)
+    assert told == []
+    transfer.kv_connector = "TheirOwnConnector"
+    connectors.check_connectors(config)
+    assert len(told) == 1 and told[0].startswith("quantkv: kv_connector='TheirOwnConnector' is not vLLM's")
+    transfer.enable_permute_local_kv = True
+    with pytest.raises(NotImplementedError, match="enable_permute_local_kv=True"):
+        connectors.check_connectors(config)
+
+
+def test_handshakes_of_nixl_end_in_the_types_name():
+    """However often they are named."""
+    base_worker = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker")
+    own = base_worker.compute_nixl_compatibility_hash
+    with pytest.MonkeyPatch.context() as patch:
+        standing = lambda config, *given, **more: f"hash of {given} and {more}"
+        patch.setattr(base_worker, "compute_nixl_compatibility_hash", standing)
+        for _ in range(2):
+            connectors._name_in_handshakes()
+        config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="quantkv_int4:1f"))
+        assert base_worker.compute_nixl_compatibility_hash(config, 1, two=2) == "hash of (1,) and {'two': 2} of quantkv_int4:1f"
+    assert base_worker.compute_nixl_compatibility_hash is own
+
+
+@pytest.mark.parametrize("change", ["policy", "format", "layers", "skipped", "blocks", "dtype"])
+def test_the_digest_says_what_bytes_mean(change, monkeypatch):
+    """Layers that are skipped in any order."""
+
+    def digest(policy=None, name="quantkv_int4", layers=4, skipped=("1", "2"), blocks=(16,), dtype=torch.float16):
+        monkeypatch.setattr(connectors, "policy_of", lambda config: policy)
+        model = SimpleNamespace(use_mla=False, dtype=dtype, get_total_num_hidden_layers=lambda: layers)
+        cache = SimpleNamespace(cache_dtype=name, kv_cache_dtype_skip_layers=list(skipped))
+        return connectors.page_digest(SimpleNamespace(model_config=model, cache_config=cache), list(blocks))
+
+    mixed = Policy("int4", {1: "none"})
+    base = {"policy": {}, "dtype": {"policy": mixed}, "layers": {"policy": mixed}}.get(change, {})
+    other = {
+        "policy": {"policy": mixed},
+        "format": {"name": "quantkv_int8"},
+        "layers": {"layers": 5},
+        "skipped": {"skipped": ("1",)},
+        "blocks": {"blocks": (32,)},
+        "dtype": {"dtype": torch.bfloat16},
+    }[change]
+    assert digest(**base) == digest(**base, **({} if "skipped" in other else {"skipped": ("2", "1")}))
+    assert digest(**base) != digest(**base | other)
+    assert re.fullmatch("[0-9a-f]{16}", digest(**base))
+
+
 def test_connectors_are_told_what_bytes_mean():
     connectors.check_connectors(SimpleNamespace(kv_transfer_config=None))  # there is none
     assert KVConnectorFactory.create_connector.__func__.__module__ == connectors.__name__
@@ -867,8 +967,7 @@ def layers_configuration(**attention):
     )
 
 
-@pytest.fixture
-def made(monkeypatch):
+def ready_for_layers(monkeypatch):
     """The configuration that layers are made with, and what is done once a model or once a layer, in that order."""
     config, done = layers_configuration(use_prefill_query_quantization=False), []
     monkeypatch.setattr(implementation, "get_current_vllm_config", lambda: config)
@@ -877,6 +976,11 @@ def made(monkeypatch):
     for name in ("check_hybrid", "warn_of_padding", "load_flash_attention"):
         monkeypatch.setattr(implementation, name, lambda *given, name=name: done.append(name))
     return config, done
+
+
+@pytest.fixture
+def made(monkeypatch):
+    return ready_for_layers(monkeypatch)
 
 
 def test_a_layer_is_what_vllm_says_of_it(made):
@@ -1136,10 +1240,61 @@ def test_full_precision_tokens_are_of_layers_with_pages_of_their_own(builder, mo
     monkeypatch.setattr(metadata, "full_precision_group", lambda layers, *rest: given.append(layers))
     held = {
         f"layers.{number}": SimpleNamespace(layer_name=f"layers.{number}", impl=SimpleNamespace(full_precision=tokens, owner=owner))
-        for number, tokens, owner in ((10, "some", None), (9, "some", None), (3, "some", "layers.9"), (2, None, None))
+        for number, tokens, owner in ((10, "some", None), (11, "some", None), (9, "some", None), (3, "some", "layers.9"), (2, None, None))
     }
     builder.take_layers(SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=held)), list(held))
-    assert given == [[held["layers.9"], held["layers.10"]]] and builder.last is held["layers.10"]
+    assert given == [[held[f"layers.{number}"] for number in (9, 10, 11)]] and builder.last is held["layers.11"]
+    given.clear()
+    builder.full_precision = None
+    builder.take_layers(SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=held)), ["layers.3", "layers.2"])
+    assert given == [] and builder.full_precision is None and builder.layers == [held["layers.3"], held["layers.2"]]
+
+
+@pytest.mark.parametrize(("graphs", "limits"), [([], (4, 48)), (None, (4, 48)), ([8, 16], (16, 48)), ([64], (64, 64))])
+def test_full_precision_tokens_are_of_steps_as_large_as_any(graphs, limits, monkeypatch):
+    """Of a graph's padding too; copies are of sequences."""
+    made = []
+    monkeypatch.setattr(metadata, "FullPrecisionGroup", lambda *given: made.append(given))
+    scheduler = SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=48)
+    config = SimpleNamespace(scheduler_config=scheduler, compilation_config=SimpleNamespace(cudagraph_capture_sizes=graphs))
+    metadata.full_precision_group([SimpleNamespace(impl=SimpleNamespace(paged=n)) for n in (1, 2)], config, torch.device("cpu"))
+    assert made == [([1, 2], *limits, 4, torch.device("cpu"))]
+
+
+def test_full_precision_tokens_are_attached_once_there_are_pages(builder):
+    """Of the last layer, as vLLM gave them."""
+    attached = []
+    builder.attach_full_precision("step", True)
+    builder.full_precision = SimpleNamespace(attach=lambda *given: attached.append(given))
+    for size in (0, 1, 2):
+        builder.last = SimpleNamespace(kv_cache=torch.empty(size), impl=SimpleNamespace(pages_of=lambda kv_cache: kv_cache.numel()))
+        builder.attach_full_precision("step", size == 2)
+    assert attached == [("step", 1, False), ("step", 2, True)]
+
+
+def test_layers_of_a_kind_are_named_in_the_log_once(monkeypatch):
+    """With their number where they are the first, and with none where another kind was said before: that line was of all."""
+    told = []
+    monkeypatch.setattr(metadata, "tell", lambda logger, *given: told.append(given))
+    layers = [Layer("a"), Layer("a"), Layer("b", "int8")]
+    builder_of(layers, "cpu")
+    assert told == [("int4", layers[0].impl.who_serves(), 3), ("int8", layers[0].impl.who_serves(), 0)]
+
+
+@pytest.mark.parametrize(("drafts", "queries"), [(None, 1), (3, 4)])
+def test_sequences_that_verify_decode(drafts, queries, monkeypatch):
+    """With one query more than tokens that are drafted; so wide are the batches of graphs, too."""
+    monkeypatch.setattr(serving, "served", {})
+    layer = Layer("a")
+    speculative = drafts and SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False)
+    builder = builder_of([layer], "cpu", speculative=speculative)
+    assert builder.reorder_batch_threshold == queries and layer.asked == [(torch.device("cpu"), 64, queries, 24)]
+    assert builder.requires_block_table_width is True and builder.get_varlen_cudagraph_max_query_len(builder.vllm_config, None) == queries
+    assert builder._cudagraph_support is QuantKVLatentBuilder._cudagraph_support is contract.AttentionCGSupport.UNIFORM_BATCH
+    builder.pages = SimpleNamespace(table=lambda table: table)
+    step = builder.build(0, common([4, 4], [10, 12]))
+    assert (step.kind, step.batch.max_query_len, step.batch.chunks) == (("mixed", 4, True) if drafts is None else ("decode", 4, False))
+    assert builder.build(0, common([5, 4], [10, 12])).batch.chunks == (drafts is None)
 
 
 def test_full_precision_tokens_of_a_step(builder):
@@ -1201,11 +1356,12 @@ def test_tokens_of_an_image_see_each_other(clamp, builder):
         (True, None, False, "UNIFORM_SINGLE_TOKEN_DECODE"),
         (True, 8, True, "UNIFORM_SINGLE_TOKEN_DECODE"),
         (True, 8, False, "NEVER"),
+        (True, 8, None, "NEVER"),  # the layer does not say
     ],
 )
 def test_graphs_of_models_with_images(images, window, clamp, support):
-    layer = SimpleNamespace(sliding_window=window, mm_prefix_clamp_sliding_window=clamp)
-    compilation = SimpleNamespace(static_forward_context={"layer": layer})
+    layer = SimpleNamespace(sliding_window=window, **({} if clamp is None else {"mm_prefix_clamp_sliding_window": clamp}))
+    compilation = SimpleNamespace(static_forward_context={"layer": layer, "whole": SimpleNamespace(sliding_window=None), "no": object()})
     config = SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=images), compilation_config=compilation)
     assert QuantKVBuilder.get_cudagraph_support(config, None).name == support
 
@@ -1282,14 +1438,18 @@ def test_the_pass_that_measures_is_as_long_as_a_step_and_of_text_where_there_is_
 
 @pytest.mark.parametrize("uses_mrope", [False, True])
 def test_the_pass_that_measures_gives_each_axis_of_a_rotation_its_positions(uses_mrope):
-    """Models whose rotations have three axes, of time, height and width, take three positions of each token."""
-    seen = []
+    """Models whose rotations have three axes, of time, height and width, take three positions of each token. The pass is eager, and no
+    step."""
+    seen, asked = [], []
     config = VllmConfig()
     config.model_config = SimpleNamespace(uses_mrope=uses_mrope)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(statistics, "set_forward_context", lambda *given, **options: contextlib.nullcontext())
-        statistics._forward(lambda **given: seen.append(given["positions"].tolist()), config, torch.tensor([7, 8, 9]))
-    assert seen == [[[0, 1, 2]] * 3 if uses_mrope else [0, 1, 2]]
+        patch.setattr(statistics, "set_forward_context", lambda *given, **options: contextlib.nullcontext(asked.append((*given, options))))
+        statistics._forward(lambda **given: seen.append(given), config, ids := torch.tensor([7, 8, 9]))
+    (given,) = seen
+    assert given.pop("positions").tolist() == ([[0, 1, 2]] * 3 if uses_mrope else [0, 1, 2])
+    assert given == {"input_ids": ids, "intermediate_tensors": None, "inputs_embeds": None}
+    assert asked == [(None, config, {"num_tokens": 3, "skip_compiled": True})]
 
 
 def test_values_are_measured_in_layers_with_keys_and_values_of_their_own():
@@ -1313,6 +1473,29 @@ def test_statistics_that_one_layer_requires_are_required(policies, required, mon
     layers = {str(n): SimpleNamespace(impl=impl) for n, impl in enumerate(impls)} | {"other": SimpleNamespace(impl=None), "no": object()}
     statistics.take_statistics(SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers)), None)
     assert asked == [(required, "why", "key means and Hessians")] and all(impl.unmeasured for impl in impls)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "what"), [("kk", "key means and Hessians"), ("lk", "key means and Hessians"), ("ll", "means of latents")]
+)
+def test_what_was_measured_is_given_to_the_layers_that_wait_for_it(kinds, what, monkeypatch):
+    """Once, and not to a layer that has its statistics. What is measured has a name in the log."""
+    asked, given = [], []
+    impls = [{"k": QuantKVImpl, "l": mla.QuantKVLatentImpl}[kind] for kind in kinds + "k"]
+    impls = [cls.__new__(cls) for cls in impls]
+    for number, impl in enumerate(impls):
+        impl.number, impl.policy, impl.measured = number, Policy("levels4", statistics="auto"), None
+        impl.take_statistics = lambda made, number=number: given.append((number, made))
+    impls[-1].measured = "before"
+    layers = {str(n): SimpleNamespace(impl=impl) for n, impl in enumerate(impls)}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    monkeypatch.setattr(statistics, "reason_against", lambda config: None)
+    monkeypatch.setattr(statistics, "_measured", lambda *given: given)
+    monkeypatch.setattr(statistics, "measured", lambda required, reason, make, *rest: asked.append((required, reason, *rest)) or make())
+    statistics.take_statistics(config, "runner")
+    made = config, "runner", {name: layers[name] for name in "01"}
+    assert asked == [(None, None, statistics.logger, what)] and given == [(0, made), (1, made)]
+    assert not any(impl.unmeasured for impl in impls)
 
 
 def test_layers_without_keys_of_their_own_show_the_owners_in_the_pass_that_measures():

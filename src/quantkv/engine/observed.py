@@ -174,7 +174,7 @@ def causal_attention(attention: LayerAttention, query: torch.Tensor, key: torch.
     `[T, HQ, D_V]`. Windows, chunks, softcap, sinks and ALiBi slopes are as `attention` says."""
     options, tokens, heads = attention.options, len(query), key.shape[1]
     at = torch.arange(tokens, device=query.device)
-    hidden = unseen(options, at[:, None], at)
+    hidden, behind = unseen(options, at[:, None], at), (at[:, None] - at).clamp(min=0).float()
     extra = {name: t.float().view(heads, -1, 1, 1) for name, t in attention.tensors(query.device).items()}
     scale = attention.scale or query.shape[2] ** -0.5
     out = []
@@ -183,7 +183,7 @@ def causal_attention(attention: LayerAttention, query: torch.Tensor, key: torch.
         if options.softcap:
             score = torch.tanh(score / options.softcap) * options.softcap
         if "alibi_slopes" in extra:
-            score = score - extra["alibi_slopes"][head] * (at[:, None] - at)
+            score = score - extra["alibi_slopes"][head] * (behind.sqrt() if options.alibi_sqrt else behind)
         score = score.masked_fill(hidden, -math.inf)
         if "sinks" in extra:
             score = torch.cat([score, extra["sinks"][head].expand(-1, tokens, 1)], 2)

@@ -142,6 +142,7 @@ class QuantKVImpl(AttentionImpl[Step]):
         options = AttentionOptions(
             window=sliding_window or 0,
             softcap=float(logits_soft_cap or 0.0),
+            alibi_sqrt=bool(use_alibi_sqrt),
             batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
             prompt_precision=of_prompts("prompt_precision", self.config),
         )
