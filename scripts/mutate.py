@@ -89,7 +89,7 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
     "integrations/transformers/teacher_forced": "tests/test_teacher_forced.py",
     "integrations/transformers/layers": f"{HUGGING} {STATIC}",
     "integrations/transformers/lazy_kv": HUGGING,
-    "integrations/transformers/rotation": "tests/test_calibrate.py",
+    "integrations/transformers/rotation": "tests/test_rotation.py tests/test_calibrate.py",
     "integrations/transformers/sensitivity": "tests/cli/test_cli_tune.py",
     "integrations/transformers/recurrent_and_latent": HUGGING,
     "integrations/transformers/statistics": "tests/test_statistics.py",
@@ -194,6 +194,9 @@ EQUIVALENT = {  # (module, how the line begins, what is changed): why it compute
     ("implementations/cpu/write", "half = len(given[0])", "0 -> 1"): "keys and values are as many",
     ("integrations/transformers/statistics", "VERSION = 2", "2 -> 3"): "any number that no version before had",
     **{("policy", "whole_file.write(path, (json.dumps", change): "how a file is indented" for change in ("2 -> 3", "2 -> 1")},
+    **{("integrations/transformers/rotation", "AT_ONCE = 1 <<", change): TUNED for change in ("1 -> 2", "14 -> 13", "14 -> 15")},
+    ("integrations/transformers/rotation", "if rows[0].shape[1] % 2", "2 -> 1"): "halves of an odd number are not of one size",
+    ("integrations/transformers/rotation", "embedding = [t[0] for t in", "0 -> 1"): "axes that are equal",
     ("integrations/transformers/rotation", "if embedding[0].ndim == 4", "Gt -> GtE"): "of one axis, which equals itself",
     ("integrations/transformers/layers", "self.places = [t.view(-1)", "16 -> 17"): TUNED,
     **{

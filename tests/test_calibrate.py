@@ -15,7 +15,7 @@ from architectures import ARCHITECTURES, before  # noqa: E402
 from quantkv.geometry import Geometry, Heads  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, calibrate, use_quantkv_attention  # noqa: E402
 from quantkv.integrations.transformers.config import geometry_of  # noqa: E402
-from quantkv.integrations.transformers.rotation import Layout, Rotary, Table  # noqa: E402
+from quantkv.integrations.transformers.rotation import Layout, Table  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
 from test_transformers import tiny  # noqa: E402
 
@@ -153,27 +153,6 @@ def test_batches(monkeypatch):
     for number, layer in made.layers.items():
         for part, t in layer.tensors().items():
             assert torch.allclose(t.float(), one_by_one.layers[number].tensors()[part].float(), atol=2e-3 * float(t.abs().max())), part
-
-
-@pytest.mark.parametrize(
-    ("kind", "calls"),
-    [("default", [3 * BUCKET - 8]), ("dynamic", [BUCKET, BUCKET, BUCKET - 8]), ("longrope", [BUCKET, BUCKET, BUCKET - 8])],
-)
-def test_angles_that_depend_on_how_long_a_text_is_are_those_of_each_bucket(kind, calls):
-    """All others are asked for at once."""
-
-    class Angles(torch.nn.Module):
-        rope_type = kind
-
-        def forward(self, x, positions):
-            asked.append(positions.shape[-1])
-            return torch.cos(positions[..., None] * torch.ones(2)), torch.sin(positions[..., None] * torch.ones(2))
-
-    asked = []
-    rotary = Rotary(Angles(), (torch.ones(1, 5, 4), torch.arange(5)[None]), {}, "once")
-    tables = list(rotary.tables(3 * BUCKET - 8, BUCKET))
-    assert asked == calls
-    assert torch.equal(torch.cat([table.cos for table in tables])[:, 0], torch.cos(torch.arange(3 * BUCKET - 8).float()))
 
 
 def test_without_rotation():
