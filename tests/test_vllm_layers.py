@@ -270,10 +270,10 @@ def test_rows_are_stored_once_vllm_has_given_the_layer_its_pages(monkeypatch):
 
 def test_the_pass_that_sizes_memory_claims_scratch_and_answers_zeros(monkeypatch):
     impl, _, done = stepping(monkeypatch)
-    monkeypatch.setattr(implementation, "claim_scratch", done.append)
+    monkeypatch.setattr(implementation, "claim_scratch", lambda *given: done.append(given))
     query, out = torch.ones(3, 4, 16), torch.full((3, 4, 16), 7.0)
     assert impl.forward(None, query, None, None, torch.empty(0), None, out) is out and not out.any()
-    assert len(done) == 1 and done[0] is query
+    assert len(done) == 1 and done[0][0] is query and done[0][1] is impl.attention.options
 
 
 def test_a_step_attends_with_what_the_layer_has(monkeypatch):
