@@ -258,6 +258,32 @@ def test_an_engine_is_told_before_it_starts(name):
                 check_prompts(layer["8bit"], *given)
 
 
+@pytest.mark.parametrize(
+    "device, capability, hip, dtype, served",
+    [
+        ("cuda", (9, 0), None, torch.bfloat16, True), ("cuda:1", (9, 0), None, torch.float16, True),
+        ("cuda", (8, 0), None, torch.bfloat16, False), ("cuda", (10, 0), None, torch.bfloat16, False),
+        ("cuda", (9, 0), "6.3", torch.bfloat16, False), ("xpu", None, None, torch.bfloat16, False),
+        ("cuda", (9, 0), None, torch.float32, False),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_asked_for_its_capability_alone(device, capability, hip, dtype, served, monkeypatch):
+    """So that a process that uses no GPU may ask; and not even for that at 16 bits."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda given: asked.append(given) or capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    given = Heads(2, 128, 128), dtype, torch.device(device)
+    check_prompts(LayerAttention(4), *given)
+    assert asked == []
+    layer = LayerAttention(4, options=AttentionOptions(prompt_precision="8bit"))
+    if served:
+        check_prompts(layer, *given)
+    else:
+        with pytest.raises(ValueError, match=f"no dense backend for {dtype} rows of 128 and 128 on {device}.*: 16bit is needed"):
+            check_prompts(layer, *given)
+    assert asked == [torch.device(device)] * (capability is not None and hip is None)
+
+
 def test_on_a_gpu_the_reference_is_not_chosen(monkeypatch):
     """But by name. Everything else about the call is one that the reference serves."""
     of_others = {name: (lambda call: "not here") for name in ("hopper", "prefill", "triton", "cpu")}

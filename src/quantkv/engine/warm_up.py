@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import implementations, warmup
-from ..assumed import assumed
+from ..assumed import Gpu, assumed, assuming
 from ..cache import PagedCache
 from ..calls import AttendCall, Batch
 from ..checks import refuse
@@ -80,19 +80,30 @@ def _calls(layer: PagedLayer, attention: LayerAttention, limits: StepLimits, dev
 def check_prompts(attention: LayerAttention, heads: Heads, dtype: torch.dtype, device: torch.device) -> None:
     """ValueError where a layer's prompts are to have 8-bit scores, and no kernel for this GPU serves that. heads: of keys and values.
 
-    An engine asks before it loads weights. On a CPU the reference serves them."""
-    if attention.options.prompt_precision == PRECISIONS[0] or (device.type == "cpu" and assumed() is None):
+    An engine asks before it loads weights, and maybe in a process that uses no GPU: nothing is allocated on it. On a CPU the reference
+    serves them."""
+    gpu = None if attention.options.prompt_precision == PRECISIONS[0] else assumed() or _gpu_of(device)
+    if gpu is None:
         return
-    count, size = PROMPT_QUERIES, 16
-    pages = PagedCache(get_format("none", dtype).cache_spec(*heads, size), 1, device)
-    starts, table = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([0, count], [[0] * (count // size)]))
-    q = torch.zeros(count, attention.num_heads, heads.head_size, dtype=dtype, device=device)
-    options = replace(attention.options, **attention.tensors(device))
-    batch = Batch(starts, starts[1:], lengths=((count, count),))
-    reason = implementations.refusal("prefill", AttendCall(q, (pages.segment(table),), batch, attention.scale, options))
+    count, size, cpu = PROMPT_QUERIES, 16, torch.device("cpu")
+    with assuming(gpu):
+        pages = PagedCache(get_format("none", dtype).cache_spec(*heads, size), 1, cpu)
+        starts, table = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, count], [[0] * (count // size)]))
+        q = torch.zeros(count, attention.num_heads, heads.head_size, dtype=dtype)
+        options = replace(attention.options, **attention.tensors(cpu))
+        batch = Batch(starts, starts[1:], lengths=((count, count),))
+        reason = implementations.refusal("prefill", AttendCall(q, (pages.segment(table),), batch, attention.scale, options))
     if reason is not None:
         allowed = f"{reason}: {PRECISIONS[0]} is needed, or what Hopper's prefill kernels (quantkv[hopper]) serve: docs/attention.md"
         refuse("prompt_precision", attention.options.prompt_precision, allowed)
+
+
+def _gpu_of(device: torch.device) -> Gpu | None:
+    """A device as what decides who serves prompts on it; None: a CPU."""
+    if device.type == "cpu":
+        return None
+    nvidia = device.type == "cuda" and not torch.version.hip
+    return Gpu(str(device), torch.cuda.get_device_capability(device) if nvidia else (0, 0), 0, 0)
 
 
 def summary(who: dict[str, str]) -> str:

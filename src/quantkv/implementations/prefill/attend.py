@@ -77,9 +77,8 @@ def refusal(call: AttendCall) -> str | None:
     if _choose(call, reach) is None:
         asked = [name for name, on in (("window", reach.window), ("softcap", call.options.softcap)) if on]
         asked += ["prompt_precision"] * _eight_bit(call)
-        return (
-            f"no dense backend for {q.dtype} rows of {sizes[0]} and {sizes[1]} on {q.device.type}{' with ' * bool(asked)}{', '.join(asked)}"
-        )
+        where = q.device.type if assumed() is None else assumed().name
+        return f"no dense backend for {q.dtype} rows of {sizes[0]} and {sizes[1]} on {where}{' with ' * bool(asked)}{', '.join(asked)}"
     return None
 
 

@@ -96,6 +96,8 @@ def _fitting(
     by a scale, which must not turn it around."""
     gpu = assumed()
     if gpu is not None:
+        if dtype not in (torch.bfloat16, torch.float16):
+            return []
         return ["hopper"] if gpu.capability == (9, 0) and scale > 0 and prefill.takes(head_size, head_size_v) else ["flash"]
     if device.type == "cpu":
         return ["math"]
