@@ -134,9 +134,8 @@ class Policy:
                 refuse("calibration", str(file), "it holds another calibration than the policy")
         if self.full_precision is not None:
             given["full_precision"] = {"sink": self.full_precision.sink, "recent": self.full_precision.recent}
-        given |= {
-            name: said for name, said in _chosen(self).items() if said != policy_file.CHOICES[name][0]
-        }  # older versions read the others
+        defaults = {name: allowed[0] for name, allowed in policy_file.CHOICES.items()}
+        given |= {name: said for name, said in _chosen(self).items() if said != defaults[name]}  # older versions read what is not said
         whole_file.write(path, (json.dumps(given, indent=2) + "\n").encode())  # last: it names the others
 
     def check(self, num_layers: int) -> None:

@@ -17,11 +17,8 @@ DIGITS = 5  # of a layer's number in a file: a longer one is damage, and a range
 FIELDS = ("policy_version", "format", "layers", "maps", "calibration", "full_precision", "statistics", "prompt", "prompt_precision")
 STATISTICS = ("off", "auto", "require")  # whether an engine measures the model where nothing was calibrated
 PROMPTS = ("own", "stored")  # what sequences with several new tokens read of these
-CHOICES = {
-    "statistics": STATISTICS,
-    "prompt": PROMPTS,
-    "prompt_precision": PRECISIONS,
-}  # fields, and what each may be; the first by default
+# Fields, and what each may be, the first by default.
+CHOICES = {"statistics": STATISTICS, "prompt": PROMPTS, "prompt_precision": PRECISIONS}
 _WINDOW = {"sink": 16, "recent": 24}
 PRESETS: dict[str, dict[str, Any]] = {  # policies by bits, which are right with nothing set up
     "8bit": {"format": "int8", "full_precision": _WINDOW, "statistics": "auto"},

@@ -47,7 +47,7 @@ class BatchLayer:
         prompt_precision: str = PRECISIONS[0],
     ) -> None:
         self.requested, self.stored_dtype, self.prompt, self.num_tokens = fmt, dtype, prompt, num_tokens
-        self.prompt_precision = prompt_precision
+        self.prompt_precision, self._prompts = prompt_precision, None  # and of what prompts were checked
         self.sequences, self.index, self.turn = sequences, sequences.cache_positions.num_layers, 0
         sequences.cache_positions.num_layers += 1
         sequences.num_tokens = max(sequences.num_tokens, num_tokens)
@@ -234,9 +234,11 @@ class BatchLayer:
         given.check({"S": batch_size, "HQ": query.shape[1]}, pages.device)
         if scale is not None:
             number("scaling", scale)
-        if count >= PROMPT_QUERIES:
+        like = query.shape[1], scale, query.dtype, given.softcap
+        if count >= PROMPT_QUERIES and self._prompts != like:  # once: it takes a millisecond
             heads = Heads(spec.num_kv_heads, spec.head_size, spec.head_size_v)
             check_prompts(LayerAttention(query.shape[1], scale, given), heads, query.dtype, pages.device)
+            self._prompts = like
 
     def _query_size(self, pages: PagedCache) -> int:
         """Numbers of a head's query, as it comes."""
