@@ -88,8 +88,8 @@ def check_prompts(attention: LayerAttention, heads: Heads, dtype: torch.dtype, d
     count, size, cpu = PROMPT_QUERIES, 16, torch.device("cpu")
     with assuming(gpu):
         pages = PagedCache(get_format("none", dtype).cache_spec(*heads, size), 1, cpu)
-        starts, table = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, count], [[0] * (count // size)]))
-        q = torch.zeros(count, attention.num_heads, heads.head_size, dtype=dtype)
+        starts, table = (torch.tensor(n, dtype=torch.int32, device=cpu) for n in ([0, count], [[0] * (count // size)]))
+        q = torch.zeros(count, attention.num_heads, heads.head_size, dtype=dtype, device=cpu)
         options = replace(attention.options, **attention.tensors(cpu))
         batch = Batch(starts, starts[1:], lengths=((count, count),))
         reason = implementations.refusal("prefill", AttendCall(q, (pages.segment(table),), batch, attention.scale, options))
