@@ -1,5 +1,6 @@
 """Pages that go to host memory and come back: what arrives, what is refused, and in which orders the copies may run."""
 
+import itertools
 import random
 
 import pytest
@@ -43,6 +44,24 @@ def test_pages_go_and_return_to_other_places():
         assert torch.equal(cache.buffer, expected)
     store.release(stored)
     assert store.room == 5
+
+
+def test_buffers_are_moved_as_the_widest_numbers_that_fit():
+    """Sizes, strides, the first byte and the address are multiples of them."""
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    for size, row, offset, expected in (
+        (64, 64, 0, torch.complex128),
+        (64, 72, 0, torch.int64),
+        (64, 64, 4, torch.int32),
+        (6, 64, 0, torch.int16),
+        (64, 65, 0, torch.uint8),
+        (64, 64, 1, torch.uint8),
+    ):
+        buffer = memory.as_strided((3, 2, size), (2 * row, row, 1), offset)
+        found = offload.wide(buffer)
+        assert found.dtype == expected and found.data_ptr() == buffer.data_ptr() and found.shape[:2] == (3, 2)
+        assert found.shape[2] * found.itemsize == size
+    assert offload.wide(memory.as_strided((3, 16), (64, 2))).dtype == torch.uint8
 
 
 def test_runs_are_neighbours_among_places():
@@ -160,17 +179,21 @@ def test_what_is_wrong_is_refused_and_changes_nothing():
 # ---- every order in which streams may run
 
 
-class AnyOrder(offload._HostLanes):
+class AnyOrder(offload._Lanes):
     """Streams of a GPU, emulated: each runs its work in order and when the events that it waits for have come, in no other order but that
-    which `choose` picks. Work of the current stream ("compute") is given by `give`."""
+    which `choose` picks. Work of the current stream ("compute") is given by `put`."""
 
     def __init__(self, seed):
+        super().__init__(torch.device("cpu"))
         self.choose = random.Random(seed)
-        self.lanes = {"compute": [], "store": [], "load": []}
+        self.lanes = {lane: [] for lane in ("compute", *((way, stream) for way in ("store", "load") for stream in range(2)))}
         self.ended = set()
         self.count = 0
 
-    def give(self, lane, after, work):
+    def give(self, lane, stream, after, work):
+        return self.put((lane, stream), after, work)
+
+    def put(self, lane, after, work):
         self.count += 1
         self.lanes[lane].append((self.count, [event for event in after if event is not None], work))
         return self.count
@@ -178,11 +201,8 @@ class AnyOrder(offload._HostLanes):
     def mark(self):
         return self.lanes["compute"][-1][0] if self.lanes["compute"] else None
 
-    def run(self, lane, after, copy):
-        return self.give(lane, after, copy)
-
     def wait(self, event):
-        self.give("compute", [event], lambda: None)
+        self.put("compute", [event], lambda: None)
 
     def done(self, event):
         return event in self.ended
@@ -204,11 +224,10 @@ def run_scenario(seed, steps=60):
     """Sequences that are written, stored, loaded elsewhere, read and given up, at random; every read is checked when it runs."""
     lanes, choose = AnyOrder(seed), random.Random(seed + 1)
     cache = cache_of("int4", blocks=6, heads=1, device="cpu")
-    before, offload._lanes_of = offload._lanes_of, lambda device: lanes
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(offload, "_lanes_of", lambda device: lanes)
+        patched.setattr(offload, "CHUNK_BYTES", 1)  # a page goes at a time, through two scratches
         store = PageStore([cache], 5)
-    finally:
-        offload._lanes_of = before
     free, resident, away, content, arriving, leaving, kept, reads = set(range(6)), {}, {}, {}, {}, [], [], []
 
     def check(pages, expected):
@@ -225,7 +244,7 @@ def run_scenario(seed, steps=60):
             leaving.clear()
             resident[step] = pages
             content[step] = torch.full((len(pages), *cache.buffer.shape[1:]), step, dtype=torch.uint8)
-            lanes.give("compute", [], lambda pages=pages, data=content[step]: cache.buffer.__setitem__(pages, data))
+            lanes.put("compute", [], lambda pages=pages, data=content[step]: cache.buffer.__setitem__(pages, data))
         elif kind in ("write", "read", "out") and resident:
             name = choose.choice(sorted(resident))
             pages = resident[name]
@@ -233,9 +252,9 @@ def run_scenario(seed, steps=60):
                 arriving.pop(name).wait()
             if kind == "write":
                 content[name] = content[name] + 64
-                lanes.give("compute", [], lambda pages=pages, data=content[name]: cache.buffer.__setitem__(pages, data))
+                lanes.put("compute", [], lambda pages=pages, data=content[name]: cache.buffer.__setitem__(pages, data))
             elif kind == "read":
-                lanes.give("compute", [], lambda pages=pages, data=content[name]: check(pages, data))
+                lanes.put("compute", [], lambda pages=pages, data=content[name]: check(pages, data))
             elif store.room >= len(pages):
                 away[name] = len(pages), store.store(pages)
                 leaving.append(away[name][1])
@@ -267,7 +286,7 @@ def run_scenario(seed, steps=60):
     for name, pages in resident.items():
         if name in arriving:
             arriving[name].wait()
-        lanes.give("compute", [], lambda pages=pages, data=content[name]: check(pages, data))
+        lanes.put("compute", [], lambda pages=pages, data=content[name]: check(pages, data))
     while lanes.step():
         pass
     assert not any(lanes.lanes.values())
@@ -278,13 +297,20 @@ def test_any_order_that_the_events_allow_gives_the_same():
     assert sum(run_scenario(seed) for seed in range(300)) > 2000
 
 
-@pytest.mark.parametrize("missing", ["mark", "stored", "leaving", "stores under way", "loads under way"])
+@pytest.mark.parametrize("missing", ["mark", "stored", "leaving", "stores under way", "loads under way", "first step", "scratch"])
 def test_each_event_that_a_copy_waits_for_is_needed(monkeypatch, missing):
     """Without any one of them some order gives other bytes: the emulation finds what it is for."""
     if missing == "mark":
         monkeypatch.setattr(AnyOrder, "mark", lambda self: None)
     elif missing == "leaving":
         monkeypatch.setattr(PageStore, "release", released_at_once(PageStore.release))
+    elif missing == "first step":
+        give = AnyOrder.give
+        monkeypatch.setattr(
+            AnyOrder, "give", lambda self, lane, stream, after, work: give(self, lane, stream, after if stream == 0 else [], work)
+        )
+    elif missing == "scratch":
+        monkeypatch.setattr(AnyOrder, "make_scratch", forgetful(AnyOrder.make_scratch))
     elif missing == "stored":
         monkeypatch.setattr(AnyOrder, "run", without_its_store(AnyOrder.run))
     else:
@@ -300,6 +326,20 @@ def released_at_once(release):
     def call(self, stored):
         release(self, stored)
         self._leaving = []
+
+    return call
+
+
+def forgetful(make_scratch):
+    """Until when the last chunk is in a scratch is not kept."""
+
+    class Held(list):
+        def __setitem__(self, index, event):
+            pass
+
+    def call(self, size):
+        make_scratch(self, size)
+        self._scratch = {lane: itertools.cycle([Held(next(held)) for _ in range(2)]) for lane, held in self._scratch.items()}
 
     return call
 

@@ -361,11 +361,11 @@ def test_segments_beside_one_that_holds_all_positions(name, slice_tokens, back, 
 @pytest.mark.parametrize("triton", TRITON)
 def test_exact_rows_that_the_table_has_no_room_for_are_not_looked_for(triton):
     """Numbers of another step, over which engines run kernels before there are sequences: nothing is written over."""
-    pages = quantkv.PagedCache(get_format("int4").cache_spec(2, 64), 40)
-    copies = quantkv.PagedCache(get_format("none", torch.float32).cache_spec(2, 64), 2)
+    pages = quantkv.PagedCache(get_format("int4").cache_spec(2, 64), 40, DEVICE)
+    copies = quantkv.PagedCache(get_format("none", torch.float32).cache_spec(2, 64), 2, DEVICE)
     copies.buffer.fill_(0xFF)
-    table, start = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    table, start = torch.zeros(1, 2, dtype=torch.int32, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
     steps = prefill._steps(triton)((pages.k, pages.v), pages.format, pages.maps, 2)
-    scratch = [torch.ones(2, 600, 64), torch.ones(2, 600, 64)]
+    scratch = [torch.ones(2, 600, 64, device=DEVICE) for _ in range(2)]
     steps.patch(copies.segment(table, start), KeySlice(0, 1, 0, 600, 0, 600), 600, scratch)
     assert all(bool((t == 1).all()) for t in scratch)

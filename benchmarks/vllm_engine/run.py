@@ -16,6 +16,8 @@ line of results.jsonl in --out, and `report.py` makes the table. Jobs:
     latents16, latents128
                DeepSeek-V3's geometry with 16 or 128 heads: 16 layers, each with an eighth of a dense layer's inner size and no experts
     cache      a model of two layers: answers from the prefix cache, and of requests that were preempted, against those asked alone
+    offload    Llama-3-8B with vLLM's OffloadingConnector: the time to the first token of one prompt of 32,768 tokens, computed, found in
+               the prefix cache, and brought back from the host's memory
     ngram, eagle3
                Llama-3-8B with drafts: 4 tokens found in the text (ngram), or 3 of an EAGLE-3 head. Weights are random, so vLLM accepts
                drafts at random too, ACCEPTED tokens a step with every type
@@ -61,12 +63,26 @@ FROM_CHECKPOINT = ("one_rank", "two_ranks")
 ON_TWO = ("two_gpus", "two_gpus_reasoning", "two_gpus_latents", "two_ranks")
 DRAFTS = {"ngram": 4, "eagle3": 3}  # tokens of a draft
 ACCEPTED = 2.5  # tokens of a step and sequence, the one that is no draft's included
-JOBS = ("smoke", "main", "reasoning", "long_prompts", "latents16", "latents128", "cache", *DRAFTS, "invariant", "one_rank", *ON_TWO)
+JOBS = (
+    "smoke",
+    "main",
+    "reasoning",
+    "long_prompts",
+    "latents16",
+    "latents128",
+    "cache",
+    "offload",
+    *DRAFTS,
+    "invariant",
+    "one_rank",
+    *ON_TWO,
+)
 REASONING = ("reasoning", "two_gpus_reasoning")
-COMPUTED = ("cache", "long_prompts", *REASONING)  # jobs of which no context counts as computed
+COMPUTED = ("cache", "long_prompts", "offload", *REASONING)  # jobs of which no context counts as computed
 DECODING = ("main", "latents16", "latents128", *DRAFTS)  # jobs that take --decode
 CACHES = ("QUANTKV_CACHE", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")  # folders of kernels
 CACHE_BLOCKS = 66  # of 16 tokens: they hold one request of the longest, and not the four of the job `cache`
+OFFLOADED_BYTES = 8 << 30  # of the host's memory: 32,768 tokens of Llama-3-8B have 4.3 GB at 16 bits
 FIT = {"auto": 104, "fp8": 208, "quantkv_int8": 208, "quantkv_int4": 400, "quantkv_int2": 720}  # sequences of 8,192 on 141 GB
 
 
@@ -139,6 +155,10 @@ def engine(job: str, kv_type: str, out: Path, args) -> object:
         options |= {"enable_prefix_caching": True, "max_model_len": 1024, "block_size": 16, "num_gpu_blocks_override": CACHE_BLOCKS}
     if job == "long_prompts":
         options["max_model_len"] = LONG[-1] + 1024
+    if job == "offload":
+        memory = {"cpu_bytes_to_use": OFFLOADED_BYTES}
+        options["kv_transfer_config"] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": memory}
+        options["enable_prefix_caching"] = True
     if job not in FROM_CHECKPOINT:
         workers.draw_weights_at_load()
     if fmt := calibrated_format(kv_type):
@@ -201,6 +221,9 @@ def measure(job: str, kv_type: str, out: Path, args) -> dict:
         return found
     if job in REASONING:
         note("reasoning", scenarios.reasoning, *args.thinking)
+        return found
+    if job == "offload":
+        note("offloaded", scenarios.offloaded, 32768)
         return found
     if job == "long_prompts":
         for tokens in LONG:

@@ -76,6 +76,40 @@ def prefill(llm, sequences: int, context: int) -> dict:
     return {"sequences": len(names), "context": context, "steps": steps, "first_tokens_s": round(seconds, 3), "tokens_per_s": rate}
 
 
+def offloaded(llm, context: int, rounds: int = 5) -> dict:
+    """Seconds to the first token of one prompt: computed; found in the prefix cache; whose pages come back from the host's memory, less
+    which is `moved_s`. Medians of `rounds`."""
+    engine = llm.llm_engine
+    (given,) = prompts(1, context, 13)
+
+    def ask(given: dict) -> tuple[float, int]:
+        """Seconds, and how many tokens were not computed."""
+        torch.cuda.synchronize()
+        start, found = time.perf_counter(), None
+        engine.add_request("request-0", given, sampling(1))
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                found = (time.perf_counter() - start, output.num_cached_tokens)
+        return found
+
+    computed, _ = ask(given)
+    for seed in range(20):  # steps in which the worker hears that pages have arrived
+        time.sleep(0.1)
+        ask(prompts(1, 100, 100 + seed)[0])
+    here = [ask(given) for _ in range(rounds)]
+    back = []
+    for _ in range(rounds):
+        if not llm.reset_prefix_cache():
+            raise RuntimeError("pages are in use still")
+        back.append(ask(given))
+        time.sleep(0.2)
+        ask(prompts(1, 100, 99)[0])
+    here_s, back_s = (float(np.median([seconds for seconds, _ in asked])) for asked in (here, back))
+    found = {"computed_s": computed, "here_s": here_s, "back_s": back_s, "moved_s": back_s - here_s}
+    found = {name: round(seconds, 4) for name, seconds in found.items()}
+    return {"context": context, **found, "tokens_here": [n for _, n in here], "tokens_back": [n for _, n in back]}
+
+
 def serving(llm, requests: int, rate: float, new: int = 256, shortest: int = 512, longest: int = 16384) -> dict:
     """Requests that arrive at random (`rate` a second, exponential gaps), prompts from `shortest` to `longest` tokens (log-uniform):
     chunks of prompts are computed beside decode. Tokens a second from the first arrival to the last token; the time to the first

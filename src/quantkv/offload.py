@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any, BinaryIO
 
 import torch
@@ -16,7 +17,8 @@ from .cache import PagedCache
 from .page_file import checksums as checksums_of
 from .page_file import read_layer, reading, refuse_page, write_layer, writing
 
-CHUNK_BYTES = 1 << 24  # of scratch memory each way: pages lie apart in a cache, and one large copy is faster than many small ones
+CHUNK_BYTES = 1 << 26  # of scratch memory, two each way: pages lie apart in a cache, and one large copy is faster than many small ones
+WIDE = (torch.complex128, torch.int64, torch.int32, torch.int16)  # what bytes are copied as within a GPU: fewer and larger numbers
 
 
 class Transfer:
@@ -57,7 +59,8 @@ class PageStore:
     what was returned. Stores and loads keep out of each other's way by themselves: a page may be loaded into while it is still stored.
 
     caches: one for each layer, of any formats, on one device, with one numbering of pages.
-    num_pages: what the store has room for, in each layer.
+    num_pages: what the store has room for, in each layer. Beside it the store takes four scratches of the device's memory: as large as
+        the pages of one layer that it has room for, 64 MiB at most.
     checksums: keep the CRC-32 of every stored page, taken when it has arrived, and compare before a page goes back. A `load` then makes
         the host wait for the store and for the comparison.
     host: the caches on the host, in pinned memory where the device is a GPU; attend to them there.
@@ -80,7 +83,8 @@ class PageStore:
         self.host = tuple(self._host(cache, num_pages) for cache in self.caches)
         largest = max(cache.spec.block_bytes for cache in self.caches)
         scratch_bytes = max(min(CHUNK_BYTES, num_pages * largest), largest)
-        self._scratch = {lane: self._lanes.scratch(lane, scratch_bytes) for lane in ("store", "load")}
+        self._lanes.make_scratch(scratch_bytes)
+        self._pages = [wide(cache.buffer) for cache in self.caches]
         self._free = list(range(num_pages))  # in order, so that what is stored together lies together
         self._under_way: dict[str, list[tuple[set[int], Any]]] = {"store": [], "load": []}  # pages of the device, until when
         self._leaving: list[Any] = []  # loads from pages of the host that were released since the last store
@@ -97,7 +101,7 @@ class PageStore:
             checks.refuse("pages", len(numbers), f"the store has room for {self.room}")
         places, left = self._free[: len(numbers)], self._free[len(numbers) :]
         after = [self._lanes.mark(), *self._users("load", numbers), *self._leaving]
-        event = self._lanes.run("store", after, partial(self._copy_out, numbers, places))
+        event = self._lanes.run("store", after, self._copy_out(numbers, places))
         self._free, self._leaving = left, []
         self._under_way["store"].append((set(numbers), event))
         stored = StoredPages(self, event, places)
@@ -120,7 +124,7 @@ class PageStore:
                             "stored", f"layer {layer}, page {index}", f"damaged: checksum {a:#010x}, {b:#010x} when it was stored"
                         )
         after = [self._lanes.mark(), stored._event, *self._users("store", numbers)]
-        event = self._lanes.run("load", after, partial(self._copy_in, stored.pages, numbers))
+        event = self._lanes.run("load", after, self._copy_in(stored.pages, numbers))
         stored._loads.append(event)
         self._under_way["load"].append((set(numbers), event))
         return Transfer(self._lanes, event)
@@ -208,30 +212,58 @@ class PageStore:
         self._lanes.synchronize(stored._event)
         return [checksums_of(host.buffer[places]) for host in self.host]
 
-    def _copy_out(self, numbers: list[int], places: list[int]) -> None:
-        index, stretches = self._lanes.index(numbers), runs(places)
-        for cache, host in zip(self.caches, self.host):
-            for begin, end, place, scratch in self._chunks(stretches, places, "store", cache):
-                torch.index_select(cache.buffer, 0, index[begin:end], out=scratch)
-                host.buffer[place : place + end - begin].copy_(scratch, non_blocking=True)
+    def _copy_out(self, numbers: list[int], places: list[int]) -> Iterator[tuple[_Step, _Step]]:
+        """Two steps for each chunk: pages are gathered into a scratch, and go from there to the host."""
+        index = self._lanes.index("store", 0, numbers)
 
-    def _copy_in(self, places: list[int], numbers: list[int]) -> None:
-        index, stretches = self._lanes.index(numbers), runs(places)
-        for cache, host in zip(self.caches, self.host):
-            for begin, end, place, scratch in self._chunks(stretches, places, "load", cache):
-                scratch.copy_(host.buffer[place : place + end - begin], non_blocking=True)
-                cache.buffer.index_copy_(0, index[begin:end], scratch)
+        def gather(layer: int, begin: int, end: int, place: int, scratch: torch.Tensor) -> None:
+            pages = self._pages[layer]
+            torch.index_select(pages, 0, index[begin:end], out=_like(pages, scratch, end - begin))
 
-    def _chunks(
-        self, stretches: list[tuple[int, int]], places: list[int], lane: str, cache: PagedCache
-    ) -> Iterator[tuple[int, int, int, torch.Tensor]]:
-        """The `runs` of places, cut into what the scratch memory holds: first and last + 1, first place, scratch."""
-        size, scratch = cache.spec.block_bytes, self._scratch[lane]
-        most = scratch.numel() // size
-        for first, last in stretches:
-            for begin in range(first, last, most):
-                end = min(begin + most, last)
-                yield begin, end, places[begin], scratch[: (end - begin) * size].view(end - begin, *cache.buffer.shape[1:])
+        def send(layer: int, begin: int, end: int, place: int, scratch: torch.Tensor) -> None:
+            rows = self.host[layer].buffer[place : place + end - begin]
+            rows.copy_(_like(rows, scratch, end - begin), non_blocking=True)
+
+        return ((partial(gather, *chunk), partial(send, *chunk)) for chunk in self._chunks(places))
+
+    def _copy_in(self, places: list[int], numbers: list[int]) -> Iterator[tuple[_Step, _Step]]:
+        """Two steps for each chunk: pages come from the host into a scratch, and are put in their places."""
+        index = self._lanes.index("load", 1, numbers)
+
+        def fetch(layer: int, begin: int, end: int, place: int, scratch: torch.Tensor) -> None:
+            rows = self.host[layer].buffer[place : place + end - begin]
+            _like(rows, scratch, end - begin).copy_(rows, non_blocking=True)
+
+        def scatter(layer: int, begin: int, end: int, place: int, scratch: torch.Tensor) -> None:
+            pages = self._pages[layer]
+            pages.index_copy_(0, index[begin:end], _like(pages, scratch, end - begin))
+
+        return ((partial(fetch, *chunk), partial(scatter, *chunk)) for chunk in self._chunks(places))
+
+    def _chunks(self, places: list[int]) -> Iterator[tuple[int, int, int, int]]:
+        """The `runs` of places in each layer, cut into what a scratch holds: layer, first and last + 1, first place."""
+        stretches = runs(places)
+        for layer, cache in enumerate(self.caches):
+            most = self._lanes.scratch_bytes // cache.spec.block_bytes
+            for first, last in stretches:
+                for begin in range(first, last, most):
+                    yield layer, begin, min(begin + most, last), places[begin]
+
+
+_Step = Callable[[torch.Tensor], None]  # of a scratch
+
+
+def wide(buffer: torch.Tensor) -> torch.Tensor:
+    """A buffer of bytes as fewer, larger numbers, as far as its sizes, strides and address allow."""
+    sizes = (buffer.shape[-1], *buffer.stride()[:-1], buffer.storage_offset(), buffer.data_ptr())
+    fitting = (dtype for dtype in WIDE if not any(n % dtype.itemsize for n in sizes))
+    return buffer if buffer.stride(-1) != 1 else buffer.view(next(fitting, buffer.dtype))
+
+
+def _like(rows: torch.Tensor, scratch: torch.Tensor, count: int) -> torch.Tensor:
+    """So many rows in a scratch."""
+    shape = (count, *rows.shape[1:])
+    return scratch[: math.prod(shape) * rows.itemsize].view(rows.dtype).view(shape)
 
 
 def runs(places: list[int]) -> list[tuple[int, int]]:
@@ -240,15 +272,33 @@ def runs(places: list[int]) -> list[tuple[int, int]]:
     return list(zip([0, *ends], [*ends, len(places)])) if places else []
 
 
-class _HostLanes:
-    """Copies on a CPU, which end before they return."""
+class _Lanes:
+    """Copies on a CPU, which end before they return; base of those on a GPU. A lane is a way, "store" or "load", of two streams: one for
+    the kernels, which wait for a place among the model's, and one for the bus, which carries the chunk before meanwhile."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def make_scratch(self, size: int) -> None:
+        """Memory of so many bytes for two chunks of each lane; beside it, until when the last chunk is in it."""
+        self.scratch_bytes = size
+        self._scratch = {lane: cycle([[self.scratch(lane), None] for _ in range(2)]) for lane in ("store", "load")}
+
+    def run(self, lane: str, after: Iterable[Any], chunks: Iterable[tuple[_Step, _Step]]) -> Any:
+        """Begin the two steps of each chunk, on the lane's two streams, when the events of `after` have come -> the event that all have
+        ended."""
+        event = self.give(lane, 0, after, lambda: None)
+        for (first, second), held in zip(chunks, self._scratch[lane]):
+            event = self.give(lane, 0, [held[1]], partial(first, held[0]))
+            held[1] = event = self.give(lane, 1, [event], partial(second, held[0]))
+        return event
+
+    def give(self, lane: str, stream: int, after: Iterable[Any], work: Callable[[], None]) -> Any:
+        """Give work to a stream, to begin when the events of `after`, of which None has come, have come -> the event that it has ended."""
+        work()
 
     def mark(self) -> Any:
         """What the current stream was given so far, as an event."""
-
-    def run(self, lane: str, after: Iterable[Any], copy: Callable[[], None]) -> Any:
-        """Let `copy` begin its copies on a lane when the events of `after` have come -> the event that they have ended."""
-        copy()
 
     def wait(self, event: Any) -> None:
         """Let the current stream wait."""
@@ -264,34 +314,36 @@ class _HostLanes:
         result = work()
         return lambda: result
 
-    def scratch(self, lane: str, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, device="cpu")
+    def scratch(self, lane: str) -> torch.Tensor:
+        return torch.empty(self.scratch_bytes, dtype=torch.uint8, device=self.device)
 
-    def index(self, numbers: list[int]) -> torch.Tensor:
+    def index(self, lane: str, stream: int, numbers: list[int]) -> torch.Tensor:
+        """Numbers on the device, for work of a stream."""
         return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
-class _CudaLanes(_HostLanes):
-    """Copies on two streams of a GPU, one each way: its bus carries both at once."""
+class _CudaLanes(_Lanes):
+    """Copies on streams of a GPU, whose bus carries both ways at once."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._streams = {lane: torch.cuda.Stream(device) for lane in ("store", "load")}
+        super().__init__(device)
+        self._streams = {lane: [torch.cuda.Stream(device) for _ in range(2)] for lane in ("store", "load")}
         self._worker = ThreadPoolExecutor(1, "quantkv-checksums")
 
-    def mark(self) -> torch.cuda.Event:
-        return torch.cuda.current_stream(self._device).record_event()
-
-    def run(self, lane: str, after: Iterable[torch.cuda.Event], copy: Callable[[], None]) -> torch.cuda.Event:
-        stream = self._streams[lane]
+    def give(self, lane: str, stream: int, after: Iterable[torch.cuda.Event], work: Callable[[], None]) -> torch.cuda.Event:
+        there = self._streams[lane][stream]
         for event in after:
-            stream.wait_event(event)
-        with torch.cuda.stream(stream):
-            copy()
-        return stream.record_event()
+            if event is not None:
+                there.wait_event(event)
+        with torch.cuda.stream(there):
+            work()
+        return there.record_event()
+
+    def mark(self) -> torch.cuda.Event:
+        return torch.cuda.current_stream(self.device).record_event()
 
     def wait(self, event: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self._device).wait_event(event)
+        torch.cuda.current_stream(self.device).wait_event(event)
 
     def synchronize(self, event: torch.cuda.Event) -> None:
         event.synchronize()
@@ -302,14 +354,18 @@ class _CudaLanes(_HostLanes):
     def later(self, work: Callable[[], Any]) -> Callable[[], Any]:
         return self._worker.submit(work).result
 
-    def scratch(self, lane: str, size: int) -> torch.Tensor:
-        with torch.cuda.stream(self._streams[lane]):  # its memory is the stream's: given back, it is used again after the last copy
-            return torch.empty(size, dtype=torch.uint8, device=self._device)
+    def scratch(self, lane: str) -> torch.Tensor:
+        first, second = self._streams[lane]
+        with torch.cuda.stream(first):
+            made = super().scratch(lane)
+        made.record_stream(second)  # given back, it is used again after the last copy
+        return made
 
-    def index(self, numbers: list[int]) -> torch.Tensor:
+    def index(self, lane: str, stream: int, numbers: list[int]) -> torch.Tensor:
         host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=True)
-        return host.to(self._device, non_blocking=True)
+        with torch.cuda.stream(self._streams[lane][stream]):
+            return host.to(self.device, non_blocking=True)
 
 
-def _lanes_of(device: torch.device) -> _HostLanes:
-    return _CudaLanes(device) if device.type == "cuda" else _HostLanes()
+def _lanes_of(device: torch.device) -> _Lanes:
+    return (_CudaLanes if device.type == "cuda" else _Lanes)(device)
