@@ -60,7 +60,8 @@ def before(version: str) -> bool:
 
 
 class Architecture(NamedTuple):
-    """name: as people say it. family: prefix of transformers' classes. sizes: beside SIZES. config, model: endings of the classes.
+    """name: as people say it. family: prefix of transformers' classes. sizes: beside SIZES. config, model: endings of the classes;
+    model may be a class of another family.
     text: what a model of images and text names its decoder's configuration; its own go beside it."""
 
     name: str
@@ -82,7 +83,8 @@ class Architecture(NamedTuple):
         sizes = {**SIZES, **self.sizes}
         config = kind(**{self.text: sizes}, **copy.deepcopy(dict(self.beside))) if self.text else kind(**copy.deepcopy(sizes))
         torch.manual_seed(0)
-        model = getattr(transformers, self.family + self.model)(config).eval().float()
+        name = self.model if hasattr(transformers, self.model) else self.family + self.model
+        model = getattr(transformers, name)(config).eval().float()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1:
@@ -263,6 +265,24 @@ ARCHITECTURES = [
     A("Arcee", "Arcee", {"head_dim": 16}),
     A("Seed-OSS", "SeedOss", {"head_dim": 16}),
     A("Apertus", "Apertus"),
+    A("Apertus 1.5", "Apertus1p5", {}, "TextConfig", "TextForCausalLM"),
+    A("EXAONE", "Exaone", model="LlamaForCausalLM"),
+    A("Sarvam-MoE", "SarvamMoE", {**EXPERTS, "head_dim": 16, "n_routed_experts": 4}, model="Glm4MoeForCausalLM"),
+    A("Sarvam-MLA", "SarvamMLA", LATENT, model="DeepseekV3ForCausalLM"),
+    A("Lara Mini", "LaraMini", {**EXPERTS, **LINEAR, "head_dim": 16, "shared_expert_intermediate_size": 32}),
+    A(
+        "Dory",
+        "Dory",
+        {
+            **WINDOWS,
+            "layer_types": WINDOWS["layer_types"] * 2,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "n_input_layers": 1,
+            "n_output_layers": 1,
+        },
+    ),
+    A("Inkling 2 Loop", "Inkling2Loop", {"head_dim": 16}, "TextConfig"),
     A("BitNet", "BitNet"),
     A("Persimmon", "Persimmon"),
     A("OPT", "OPT", {"ffn_dim": 64, "word_embed_proj_dim": 64}),

@@ -16,6 +16,7 @@ TORCH = {
     tl.float8e5: torch.float8_e5m2,
 }
 BITS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+MASKED = {"create_masked_load": 1, "create_masked_store": 2}  # operations of the interpreter, and which argument is their mask
 LARGEST = {tl.float8e4nv: 448.0, tl.float8e5: 57344.0}
 stock_convert = interpreter._convert_float
 
@@ -82,7 +83,18 @@ def install() -> None:
             return narrowed(stock_cast(self, source, tl.float32).data)
         return stock_cast(self, source, target)
 
+    def with_mask(name):
+        stock = getattr(builder, name)
+
+        def access(self, *given):
+            given = [interpreter.TensorHandle(x.data.astype(bool), tl.int1) if at == MASKED[name] else x for at, x in enumerate(given)]
+            return stock(self, *given)
+
+        return access
+
     builder.create_dot, builder.cast_impl = create_dot, cast_impl
+    for name in MASKED:  # Triton 3.9: a comparison of a program's number is an integer, which it takes for no mask then
+        setattr(builder, name, with_mask(name))
     patch_once()
     keep_types()
 

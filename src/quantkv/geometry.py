@@ -35,12 +35,10 @@ MODELS = {  # model_type, where the layers alone do not tell
     "jetmoe": "its code repeats keys and values after it has read the cache",
     "doge": "its masks depend on the values",
     "minimax": "it takes a cache of its own class only",
+    **dict.fromkeys(("dory", "inkling2_loop_text"), "it runs some layers several times in a pass, and keeps keys and values of each time"),
 }
 REFUSED = {  # what is found only when the model is made
-    **dict.fromkeys(
-        ("falcon", "bloom", "mpt", "gptj", "codegen", "gpt_neo", "xglm"),
-        "its code computes attention by itself and cannot read quantized pages",
-    ),
+    **dict.fromkeys(("falcon", "bloom", "mpt", "gpt_neo", "xglm"), "its code computes attention by itself and cannot read quantized pages"),
     "mamba": "it has no attention layers, so no keys and values to quantize",
     "moshi": "its masks are not those of its configuration",
 }

@@ -97,6 +97,11 @@ def _lfm3(c: Fields) -> list[str]:
     return ["full_attention" if i % 4 == 2 else "sliding_attention" if i % 4 == 0 and i else "conv" for i in _count(c)]
 
 
+def _lara_mini(c: Fields) -> list[str]:
+    period = ("linear_attention", "sliding_attention", "linear_attention", "full_attention", "sliding_attention")
+    return [period[i % len(period)] for i in _count(c)]
+
+
 def _recurrent_gemma(c: Fields) -> list[str]:
     blocks = (list(c["block_types"]) * 100)[: c["num_hidden_layers"]]
     return ["linear_attention" if block == "recurrent" else "sliding_attention" for block in blocks]
@@ -130,6 +135,7 @@ ELSE: dict[str, Callable[[Fields], list[str]]] = {
     "kimi_linear": _kimi_linear,
     "lfm2": lambda c: _full_if(c, lambda i: i in (_count(c) if c.get("full_attn_idxs") is None else c["full_attn_idxs"]), "conv"),
     "lfm3": _lfm3,
+    "lara_mini": _lara_mini,
     "mimo_v2_flash": lambda c: _full_if(c, lambda i: i == 0 or (i + 1) % 6 == 0),
     "deepseek_v32": lambda c: ["indexed_attention"] * c["num_hidden_layers"],
     "deepseek_v4": lambda c: ["heavily_compressed_attention"] * c["num_hidden_layers"],

@@ -10,6 +10,7 @@ from quantkv.cli import costs, generate, models, options, readers, text, trials,
 from quantkv.cli import eval as evaluation
 from quantkv.cli.waiting import EVERY, Estimate, Step, Work
 from quantkv.implementations.cpu import compiling
+from quantkv.integrations.transformers.config import CACHE
 from quantkv.integrations.transformers.sensitivity import sensitivities
 from quantkv.integrations.transformers.teacher_forced import FakeQuantizedCache
 from quantkv.policy import Policy
@@ -177,7 +178,7 @@ def test_what_decoding_takes_is_tried_by_real_passes(loaded, monkeypatch):
     monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=clock))
 
     def passed(ids, **options):
-        clock.now += (2.0 if options.get("past_key_values") is None else 8.0) if ids.shape[1] > 1 else 3.0
+        clock.now += (2.0 if options.get(CACHE) is None else 8.0) if ids.shape[1] > 1 else 3.0
         return forward(ids, **options)
 
     monkeypatch.setattr(loaded.model, "forward", passed)

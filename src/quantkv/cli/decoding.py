@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .readers import last_logits
+
 
 @dataclass(frozen=True)
 class Step:
@@ -22,7 +24,7 @@ def greedy(model: Any, ids: torch.Tensor, cache: Any, max_new_tokens: int, ends:
     """The likeliest token, over and over, up to and with an end token or up to `max_new_tokens`."""
     ids = ids[None].to(model.device)
     for _ in range(max_new_tokens):
-        logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+        logits = last_logits(model, ids, 1, cache)[0, -1]
         token = int(logits.argmax())
         yield Step(token, logits.float().softmax(-1).cpu())
         if token in ends:

@@ -98,7 +98,7 @@ class ThroughCache:
             for part in ids.split(self.passes(tokens, prompt), 1):
                 on_pass()
                 done += part.shape[1]
-                given = last_logits(model, part, min(max(done - first, 1), part.shape[1]), past_key_values=cache, use_cache=True)
+                given = last_logits(model, part, min(max(done - first, 1), part.shape[1]), cache)
                 if done > first:
                     logits = given.new_empty(count, tokens - first, given.shape[-1]) if logits is None else logits
                     logits[:, done - first - given.shape[1] : done - first] = given
@@ -110,8 +110,12 @@ class ThroughCache:
         return [min(chunk, prompt - at) for at in range(0, prompt, chunk)] + [1] * (tokens - prompt)
 
 
-def last_logits(model: Any, ids: torch.Tensor, keep: int, **options: Any) -> torch.Tensor:
-    """The last `keep` logits (0: all) `[S, .., vocabulary]` of a pass over tokens `[S, T]`."""
+def last_logits(model: Any, ids: torch.Tensor, keep: int, cache: Any = None, **options: Any) -> torch.Tensor:
+    """The last `keep` logits (0: all) `[S, .., vocabulary]` of a pass over tokens `[S, T]`, which a cache takes."""
+    from ..integrations.transformers.config import CACHE
+
+    if cache is not None:
+        options |= {CACHE: cache, "use_cache": True}
     if keep and "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = keep
     return model(ids, **options).logits[:, -keep:]

@@ -131,7 +131,7 @@ class Greedy(Trial):
         ids, cache = super().tokens(model), DynamicCache(config=model.config)
         following = ids
         for _ in range(self.keep - 1):
-            following = last_logits(model, following, 1, past_key_values=cache, use_cache=True).argmax(-1)
+            following = last_logits(model, following, 1, cache).argmax(-1)
             ids = torch.cat([ids, following], 1)
         return ids
 

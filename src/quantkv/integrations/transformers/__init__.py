@@ -5,7 +5,7 @@
     model.generate(**inputs, past_key_values=cache)
 
 `Cache.update` hands the new keys and values, unread, to the attention function, which knows the padding mask: it stores them
-and attends to the pages. Tested with transformers 5.17 to 5.23.
+and attends to the pages. Tested with transformers 5.17 to 5.24.
 """
 
 from .attention import quantkv_attention, quantkv_mask, use_quantkv_attention

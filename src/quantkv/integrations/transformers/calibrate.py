@@ -18,7 +18,7 @@ from ...checks import integer, refuse, tensor
 from ...engine.observed import PROJECTIONS, SKIPPED, moments_of, projection_moments
 from ...maps import KEY_MEAN_BUCKET
 from .attention import decoder_of, quantkv_attention, quantkv_mask
-from .config import geometry_of, max_positions, plan_layers, shares_keys
+from .config import CACHE, geometry_of, max_positions, plan_layers, shares_keys
 from .rotation import Average, Layout, Rotary, Turn, form_of, table_of, unturned
 
 ATTENTION = "quantkv_calibrate"
@@ -72,7 +72,7 @@ def calibrate(
             part = slice(start, start + batch)
             if positions is not None:
                 options["position_ids"] = positions[part].to(model.device)
-            model(ids[part].to(model.device), past_key_values=observer.cache(config), **options)
+            model(ids[part].to(model.device), **{CACHE: observer.cache(config)}, **options)
     on_step(len(ids), len(ids))
     needed = {number for number, plan in enumerate(plans) if plan.kind is not None}
     if observer.layers.keys() != needed:
@@ -143,7 +143,7 @@ class Observer:
         for module in decoder.modules():
             if "rotary" in type(module).__name__.lower():
                 handles.append(module.register_forward_hook(self._see_rotary, with_kwargs=True))
-            elif {"position_embeddings", "past_key_values"} & inspect.signature(module.forward).parameters.keys():
+            elif {"position_embeddings", CACHE} & inspect.signature(module.forward).parameters.keys():
                 handles.append(module.register_forward_pre_hook(self._see_call, with_kwargs=True))
         WATCHING.append(self)
         try:

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .cache import QuantizedCache
+from .config import CACHE
 
 
 def use_cuda_graphs(model: PreTrainedModel) -> PreTrainedModel:
@@ -23,8 +24,9 @@ def use_cuda_graphs(model: PreTrainedModel) -> PreTrainedModel:
 
     def get_compiled_call(compile_config: Any) -> Any:
         def call(**inputs: Any) -> Any:
-            if isinstance(inputs.get("past_key_values"), QuantizedCache):
-                return captured(**inputs)
+            for name in (CACHE, "past_key_values"):
+                if isinstance(inputs.get(name), QuantizedCache):
+                    return captured(inputs.pop(name), inputs)
             return compiled(owner(), compile_config)(**inputs)
 
         return call
@@ -47,22 +49,22 @@ class CapturedModel:
         self.inputs: dict[str, Any] = {}
         self.output: Any = None
 
-    def __call__(self, past_key_values: QuantizedCache, **inputs: Any) -> Any:
+    def __call__(self, cache: QuantizedCache, inputs: dict[str, Any]) -> Any:
         """The model's output; its tensors are overwritten by the next call."""
-        model, cache, cache_positions = self.model(), past_key_values, past_key_values.cache_positions
+        model, cache_positions = self.model(), cache.cache_positions
         key = self._key(cache, inputs)
         if key is None or key != self.key:  # this call compiles, and allocates what lasts
             self.forget()
             self.key = key
-            return model(past_key_values=cache, **inputs)
+            return model(**{CACHE: cache}, **inputs)
         if self.graph is None:
             self._capture(model, cache, inputs)
         for name, t in _tensors(inputs):
             self.inputs[name].copy_(t)
         self.graph.replay()
         cache_positions.stale = cache_positions.behind = True
-        self.output["past_key_values"] = cache
-        output, self.output = self.output, type(self.output)(**{**self.output, "past_key_values": None})  # keeps no cache alive
+        self.output[CACHE] = cache
+        output, self.output = self.output, type(self.output)(**{**self.output, CACHE: None})  # keeps no cache alive
         return output
 
     def _key(self, cache: QuantizedCache, inputs: dict[str, Any]) -> Any:
@@ -82,7 +84,7 @@ class CapturedModel:
                 given[name] = {inner: self.inputs.get(f"{name}.{inner}", v) for inner, v in value.items()}
         before = cache.cache_positions.stale, cache.cache_positions.behind
         try:
-            self.graph, self.output = captured(lambda: model(past_key_values=cache, **given))
+            self.graph, self.output = captured(lambda: model(**{CACHE: cache}, **given))
         finally:
             cache.cache_positions.stale, cache.cache_positions.behind, cache.cache_positions.traced = *before, 0  # nothing ran
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from inspect import signature
 from typing import Any, NamedTuple
 
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ...checks import refuse
 from ...geometry import (
@@ -27,6 +29,8 @@ from ...geometry import (
 )
 from ...policy import Policy
 
+# What models, and their outputs, call their cache; `cache` since transformers 5.24, which takes the older name with a warning.
+CACHE = "cache" if any(field.name == "cache" for field in fields(BaseModelOutputWithPast)) else "past_key_values"
 UNEVEN = ("global_head_dim", "num_global_key_value_heads", "v_head_dim", "attention_head_dim")  # other sizes in some layers, or of values
 
 

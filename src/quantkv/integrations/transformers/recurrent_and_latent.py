@@ -52,6 +52,7 @@ class LatentLayer(QuantizedLayer):
         self.latent = latent
         self._up: tuple[torch.Tensor, torch.Tensor] | None = None  # of the call under way: see `_projections`
         self._expanded: tuple[torch.Tensor, torch.Tensor] | None = None  # keys and values of its own rows
+        self._masked_outside = False  # another attention's masks stand for padding: that of the tokens that are here is not known
 
     def take_mean(self, mean: torch.Tensor | None) -> None:
         """Store latents without this mean from now on, where the format gains from it. No row may have been stored."""
@@ -65,7 +66,8 @@ class LatentLayer(QuantizedLayer):
         """Length and offset of the keys of a mask. Transformers asks at the beginning of a pass, and then a mask function; if ours, our
         attention function follows."""
         self.sequences.windows = set()
-        if torch.compiler.is_compiling():  # which cannot follow rows on their way to the attention function
+        # torch.compile cannot follow rows on their way to the attention function. What it does not compile goes on as it began.
+        if torch.compiler.is_compiling() or (self._masked_outside and self.seen):
             return self.seen + query_length, 0
         return PagedLength.of(self.seen + query_length, self.sequences.windows, self.made_for), 0
 
@@ -75,6 +77,7 @@ class LatentLayer(QuantizedLayer):
         stored at once; then returns those of all tokens, read back."""
         if key_states.shape[1] != 1 or key_states.shape[3] != self.latent:
             refuse("key_states.shape", tuple(key_states.shape), f"one head of config.kv_lora_rank={self.latent} is needed")
+        self._masked_outside = not self.sequences.windows
         if self.sequences.windows:
             self.take(key_states, value_states)
             return LazyLatents.of(key_states, self), LazyLatents.of(value_states, self)

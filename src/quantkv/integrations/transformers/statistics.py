@@ -24,7 +24,7 @@ from ...engine.observed import LatentSums
 from ...policy import Policy
 from ..sample_tokens import pass_tokens, sample_tokens
 from .calibrate import calibrate
-from .config import geometry_of, max_positions, plan_layers
+from .config import CACHE, geometry_of, max_positions, plan_layers
 
 if TYPE_CHECKING:
     from .cache import QuantizedCache
@@ -134,7 +134,7 @@ def latent_means(policy: Policy, model: PreTrainedModel) -> dict[int, torch.Tens
         seen = SeenLatents(model.config.get_text_config(decoder=True), layers)
         try:
             with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
-                model(ids[:1].to(model.device), past_key_values=seen, use_cache=True)
+                model(ids[:1].to(model.device), **{CACHE: seen}, use_cache=True)
             if missing := sorted(layers - seen.sums.keys()):
                 raise NotImplementedError(f"layers {missing} store no latents in transformers' cache")
         except (ValueError, NotImplementedError) as error:
