@@ -22,7 +22,7 @@ from ...formats import get_format
 from ...policy import Policy
 from ...spec import CacheSpec
 from ..asked import of_prompts
-from .config import LayerPlan, MadeFor, check_policy, plan_layers, shares_keys
+from .config import LayerPlan, MadeFor, check_policy, geometry_of, plan_layers, shares_keys
 from .layers import QuantizedLayer
 from .recurrent_and_latent import HybridLayer, LatentLayer
 from .statistics import latent_means, wait_for, with_statistics
@@ -85,6 +85,7 @@ class QuantizedCache(Cache):
         if policy is not None:
             check_policy(policy, config, plans)
             format = [None if plan.kind is None else policy.name_of(i) for i, plan in enumerate(plans)]
+            format += [None] * (geometry_of(config).num_layers - len(plans))  # before transformers 5.23: layers without a place here
         formats = _formats(format, [plan.kind is not None for plan in plans], config.get_text_config(decoder=True), dtype)
         prompt = _prompt(prompt, fresh_prefill, policy)
         precision = of_prompts("prompt_precision", policy, "prompt_precision", prompt_precision)
