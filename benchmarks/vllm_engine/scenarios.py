@@ -82,17 +82,17 @@ def offloaded(llm, context: int, rounds: int = 5) -> dict:
     engine = llm.llm_engine
     (given,) = prompts(1, context, 13)
 
-    def ask(given: dict) -> tuple[float, int]:
-        """Seconds, and how many tokens were not computed."""
+    def ask(given: dict) -> tuple[float, int, list[int]]:
+        """Seconds, how many tokens were not computed, and the first one of the answer."""
         torch.cuda.synchronize()
         start, found = time.perf_counter(), None
         engine.add_request("request-0", given, sampling(1))
         while engine.has_unfinished_requests():
             for output in engine.step():
-                found = (time.perf_counter() - start, output.num_cached_tokens)
+                found = (time.perf_counter() - start, output.num_cached_tokens, list(output.outputs[0].token_ids))
         return found
 
-    computed, _ = ask(given)
+    computed, _, answer = ask(given)
     for seed in range(20):  # steps in which the worker hears that pages have arrived
         time.sleep(0.1)
         ask(prompts(1, 100, 100 + seed)[0])
@@ -104,10 +104,11 @@ def offloaded(llm, context: int, rounds: int = 5) -> dict:
         back.append(ask(given))
         time.sleep(0.2)
         ask(prompts(1, 100, 99)[0])
-    here_s, back_s = (float(np.median([seconds for seconds, _ in asked])) for asked in (here, back))
+    here_s, back_s = (float(np.median([seconds for seconds, *_ in asked])) for asked in (here, back))
     found = {"computed_s": computed, "here_s": here_s, "back_s": back_s, "moved_s": back_s - here_s}
     found = {name: round(seconds, 4) for name, seconds in found.items()}
-    return {"context": context, **found, "tokens_here": [n for _, n in here], "tokens_back": [n for _, n in back]}
+    found |= {"tokens_here": [n for _, n, _ in here], "tokens_back": [n for _, n, _ in back]}
+    return {"context": context, **found, "same_answer": sum(token == answer for *_, token in back)}
 
 
 def serving(llm, requests: int, rate: float, new: int = 256, shortest: int = 512, longest: int = 16384) -> dict:
