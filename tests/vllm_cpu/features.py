@@ -370,7 +370,7 @@ tested(
     "offloading",
     "Pages in the host's memory",
     "`OffloadingConnector`, a worker of this folder",
-    f"{SERVED}: the answers without it, packed blocks too; vLLM's own worker needs a GPU",
+    f"{SERVED}: the answers without it, packed blocks too; vLLM's own worker ran on an H200",
     "test_connectors.py::test_pages_that_were_offloaded_say_the_same",
     "test_connectors.py::test_packed_blocks_that_were_offloaded_say_the_same",
     "test_connectors.py::test_vllms_own_worker_needs_a_gpu",
