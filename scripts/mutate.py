@@ -91,7 +91,7 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
     "integrations/transformers/lazy_kv": HUGGING,
     "integrations/transformers/rotation": "tests/test_rotation.py tests/test_calibrate.py",
     "integrations/transformers/sensitivity": "tests/cli/test_cli_tune.py",
-    "integrations/transformers/recurrent_and_latent": HUGGING,
+    "integrations/transformers/recurrent_and_latent": f"{HUGGING} tests/test_transformers_models.py",
     "integrations/transformers/statistics": "tests/test_statistics.py",
     **{
         f"integrations/vllm/{name}": VLLM
