@@ -45,6 +45,7 @@ HUGGING = (  # without those that take longest: whole models, compiled ones
     f"--deselect {MODELS}::test_a_compiled_model_answers_as_one_that_is_not "
     f"--deselect {MODELS}::test_compiling_layers_that_share_keys_is_refused tests/test_transformers_given.py"
 )
+LATENT_COPIES = "tests/test_full_precision_transformers.py tests/test_transformers_key_means.py"
 STATIC = "tests/test_transformers_static.py"
 VLLM = "tests/test_vllm_plugin.py tests/test_vllm_layers.py"
 LATENTS = "tests/test_vllm_latents.py"
@@ -91,7 +92,7 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
     "integrations/transformers/lazy_kv": HUGGING,
     "integrations/transformers/rotation": "tests/test_rotation.py tests/test_calibrate.py",
     "integrations/transformers/sensitivity": "tests/cli/test_cli_tune.py",
-    "integrations/transformers/recurrent_and_latent": f"{HUGGING} tests/test_transformers_models.py",
+    "integrations/transformers/recurrent_and_latent": f"{HUGGING} {LATENT_COPIES}",
     "integrations/transformers/statistics": "tests/test_statistics.py",
     **{
         f"integrations/vllm/{name}": VLLM
