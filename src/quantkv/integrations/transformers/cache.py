@@ -82,11 +82,12 @@ class QuantizedCache(Cache):
         if fresh_prefill not in (None, True, False):
             refuse("fresh_prefill", repr(fresh_prefill), "None, True or False is needed")
         plans, policy, made_for = plan_layers(config), Policy.given(format), MadeFor(config)
+        keeps = [plan.kind is not None for plan in plans]
+        keeps += [False] * (geometry_of(config).num_layers - len(plans))  # before transformers 5.23: layers that share keys
         if policy is not None:
             check_policy(policy, config, plans)
-            format = [None if plan.kind is None else policy.name_of(i) for i, plan in enumerate(plans)]
-            format += [None] * (geometry_of(config).num_layers - len(plans))  # before transformers 5.23: layers without a place here
-        formats = _formats(format, [plan.kind is not None for plan in plans], config.get_text_config(decoder=True), dtype)
+            format = [policy.name_of(i) if kept else None for i, kept in enumerate(keeps)]
+        formats = _formats(format, keeps, dtype)
         prompt = _prompt(prompt, fresh_prefill, policy)
         precision = of_prompts("prompt_precision", policy, "prompt_precision", prompt_precision)
         if precision != "16bit" and any(plan.latent for plan in plans):
@@ -301,9 +302,9 @@ def _prompt(prompt: str | None, fresh_prefill: bool | None, policy: Policy | Non
 
 
 def _formats(
-    format: str | Format | Sequence[str | Format | None], keeps: list[bool], config: PreTrainedConfig, dtype: torch.dtype | None
+    format: str | Format | Sequence[str | Format | None], keeps: list[bool], dtype: torch.dtype | None
 ) -> list[str | Format | None]:
-    """The format of each layer of the cache, None where it `keeps` no keys and values."""
+    """The format of each layer of the model, None where it `keeps` no keys and values."""
     if isinstance(format, str | Format):
         formats = [format if kept else None for kept in keeps]
     elif not isinstance(format, Sequence) or isinstance(format, bytes):
@@ -313,7 +314,7 @@ def _formats(
         allowed = "a name such as 'int4', 'K/V' such as 'int8/int4', one for each layer, or a policy: its path, a dict, a Policy"
         refuse("format", shown, f"{allowed} is needed")
     else:
-        formats, keeps = list(format), keeps + [False] * (config.num_hidden_layers - len(keeps))
+        formats = list(format)
         if len(formats) != len(keeps):
             refuse("format", f"{len(formats)} formats", f"the model has {len(keeps)} layers")
     for i, (name, kept) in enumerate(zip(formats, keeps)):
