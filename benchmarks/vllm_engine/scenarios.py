@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import torch
+import workers
 from answers import Answer, compare, prompts
 from connector import BenchConnector
 from vllm import SamplingParams
@@ -77,9 +78,9 @@ def prefill(llm, sequences: int, context: int) -> dict:
 
 
 def offloaded(llm, context: int, rounds: int = 5) -> dict:
-    """Seconds to the first token of one prompt: computed; found in the prefix cache; whose pages come back from the host's memory, less
-    which is `moved_s`. Medians of `rounds`."""
-    engine = llm.llm_engine
+    """Seconds to the first token of one prompt: computed; found in the prefix cache; whose pages come back from the host's memory. The
+    last two differ by `moved_s`, of which the copies of the pages take `copied_s`. Medians of `rounds`."""
+    engine, loads = llm.llm_engine, workers.note_loads()
     (given,) = prompts(1, context, 13)
 
     def ask(given: dict) -> tuple[float, int, list[int]]:
@@ -97,17 +98,21 @@ def offloaded(llm, context: int, rounds: int = 5) -> dict:
         time.sleep(0.1)
         ask(prompts(1, 100, 100 + seed)[0])
     here = [ask(given) for _ in range(rounds)]
-    back = []
+    back, copied = [], []
     for _ in range(rounds):
+        loads.clear()
         if not llm.reset_prefix_cache():
             raise RuntimeError("pages are in use still")
         back.append(ask(given))
         time.sleep(0.2)
         ask(prompts(1, 100, 99)[0])
+        copied.append([sum(column) for column in zip(*loads)])
     here_s, back_s = (float(np.median([seconds for seconds, *_ in asked])) for asked in (here, back))
     found = {"computed_s": computed, "here_s": here_s, "back_s": back_s, "moved_s": back_s - here_s}
+    found["copied_s"] = float(np.median([seconds for _, seconds in copied]))
     found = {name: round(seconds, 4) for name, seconds in found.items()}
     found |= {"tokens_here": [n for _, n, _ in here], "tokens_back": [n for _, n, _ in back]}
+    found["bytes"] = copied[0][0]
     return {"context": context, **found, "same_answer": sum(token == answer for *_, token in back)}
 
 

@@ -39,6 +39,22 @@ def no_multicast() -> None:
     custom_all_reduce.torch_symm_mem = None
 
 
+def note_loads() -> list[tuple[int, float]]:
+    """Bytes and seconds of what `OffloadingConnector` copies from the host in this process from now on, by events of its own stream."""
+    from vllm.v1.kv_offload.cpu.gpu_worker import SingleDirectionOffloadingHandler as Handler
+
+    loads, finished = [], Handler.get_finished
+
+    def noted(self):
+        results = finished(self)
+        if not self.gpu_to_cpu:
+            loads.extend((result.transfer_size, result.transfer_time) for result in results)
+        return results
+
+    Handler.get_finished = noted
+    return loads
+
+
 def tile(worker, blocks: list[int], num_blocks: int) -> None:
     """Copy the pages of `blocks` over the whole cache of every layer, again and again."""
     for layer in worker.model_runner.vllm_config.compilation_config.static_forward_context.values():
