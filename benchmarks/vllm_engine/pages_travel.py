@@ -31,6 +31,7 @@ from random_models import LLAMA_8B, SMALL, write_config
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/vllm_cpu"))  # peers.py: engines side by side, with NIXL between them
 
 SMALL_CONTEXT, TOKENS = 1025, 16  # of the answers that are compared
+LAYOUT = "VLLM_KV_CACHE_LAYOUT"  # set for both engines, it is noted; vLLM chooses where it is not
 
 
 def peer(folder: Path, model: str, kv_type: str, devices: str, args: argparse.Namespace, **arguments: Any) -> Any:
@@ -155,7 +156,7 @@ def main() -> None:
     job, start = "ranks" if args.ranks else "times", time.perf_counter()
     for block in map(int, args.blocks.split(",")):
         for kv_type in args.types.split(","):
-            found: dict[str, Any] = {"job": job, "type": kv_type, "block": block}
+            found: dict[str, Any] = {"job": job, "type": kv_type, "layout": os.environ.get(LAYOUT), "block": block}
             if time.perf_counter() - start > args.deadline:
                 print(json.dumps(found), "not started", flush=True)
                 continue

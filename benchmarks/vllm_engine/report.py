@@ -111,13 +111,13 @@ def travel(results: list[dict]) -> list[str]:
         )
         lines.append("|---|---|---|---|")
     for line in times:
-        alike = [x for x in times if x["type"] == BASE and all(x[name] == line[name] for name in ("block", "context"))]
+        alike = [x for x in times if x["type"] == BASE and all(x.get(name) == line.get(name) for name in ("layout", "block", "context"))]
         base = alike[0] if alike else line
         sent, waited = (
             f"{factor * number(line):,.1f}" + (f" ({number(line) / number(base):.2f}x)" if base is not line else "")
             for factor, number in ((1e-6, _bytes), (1e3, _first_token))
         )
-        name = f"{line['type']}, {line['context']:,} tokens, blocks of {line['block']}"
+        name = f"{line['type']}, {line['context']:,} tokens, blocks of {line['block']}" + (f", {line['layout']}" if line.get("layout") else "")
         lines.append(f"| {name} | {sent} | {waited} | {1e3 * line['prompt_computed_s']:,.1f} |")
     for line in ended:
         if line["job"] == "ranks":
