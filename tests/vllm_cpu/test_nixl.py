@@ -150,3 +150,18 @@ def test_pages_of_another_meaning_are_refused_by_both_digests(start, tmp_path, a
     found = re.search(rf"NIXL compatibility hash mismatch. Local: [0-9a-f]{{64}} {digest}, Remote: [0-9a-f]{{64}} {digest}\.", there.log)
     ours, theirs = found.groups()
     assert ours != theirs
+
+
+def test_blocks_that_are_sent_whole_are_of_as_many_ranks(start):
+    """In the layout BHLNC one rank reads one rank's, in equal tokens; two ranks refuse one rank's before a byte is sent."""
+    environment = {"VLLM_KV_CACHE_LAYOUT": "BHLNC"}
+    one = {"environment": environment}
+    two = {"tensor_parallel_size": 2, "environment": {**environment, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}, "policy": "fail"}
+    here, there, others = start(("quantkv_int4", one), ("quantkv_int4", one), ("quantkv_int4", two))
+    (plain,) = start(("quantkv_int4", STAYS))
+    answer = there.ask(prompt(0), TOKENS, here.fill(prompt(0)))
+    assert answer["finish"] == "length" and said(answer) == said(from_pages(plain, 0))
+    assert answer["metrics"][BYTES] == sent_bytes(72)
+    answer = others.ask(prompt(1), TOKENS, here.fill(prompt(1)))
+    assert answer["finish"] == "error" and not answer["metrics"].get(BYTES)
+    assert re.search(r"hash mismatch. Local: \S+ of \S+ in BHLNC of 2 ranks, Remote: \S+ of \S+ in BHLNC of 1 ranks\.", others.log)

@@ -15,6 +15,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import iter_layer_specs
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ... import whole_file
 from ...names import LATENT
@@ -28,6 +29,7 @@ from .blocks import is_packed
 logger = init_logger("vllm.quantkv")
 BY_HEAD_SIZE = ("LMCacheConnectorV1",)  # connectors that work out the bytes of a token from the head size
 HANDSHAKES = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")  # of which each side compares the type's name
+WHOLE = KVCacheLayout.BHLNC  # in which NIXL sends a block of all layers as one
 KEYED = ("LMCacheMPConnector",)  # whose keys begin with the model's name, and say nothing of the type
 FOLDERS = ("ExampleConnector",)  # which keep pages in a folder, and compare nothing: a file there says the type
 FOLDER_OPTION, FOLDER_DEFAULT = "shared_storage_path", "/tmp"  # as the connector has them
@@ -62,7 +64,16 @@ def _name_in_handshakes() -> None:
     """Let NIXL's hash end in the type's name with its digest, so that who refuses a handshake names both sides'. May be called again."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
-    around(base_worker, "compute_nixl_compatibility_hash", _named)
+    around(base_worker, "compute_nixl_compatibility_hash", _named_with_ranks)
+
+
+def _named_with_ranks(own: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> str:
+    """As `_named`, and how many ranks split a block that NIXL sends as one: vLLM 0.33 lets two ranks read one rank's, and they
+    get other rows than their own."""
+    name, cache = _named(own, vllm_config, *args, **kwargs), vllm_config.cache_config
+    if not cache.cache_dtype.startswith(PREFIX) or cache.get_resolved_kv_cache_layout() != WHOLE:
+        return name
+    return f"{name} in {WHOLE.name} of {vllm_config.parallel_config.tensor_parallel_size} ranks"
 
 
 def _name_in_keys() -> None:
