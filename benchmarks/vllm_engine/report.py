@@ -117,9 +117,8 @@ def travel(results: list[dict]) -> list[str]:
             f"{factor * number(line):,.1f}" + (f" ({number(line) / number(base):.2f}x)" if base is not line else "")
             for factor, number in ((1e-6, _bytes), (1e3, _first_token))
         )
-        name = f"{line['type']}, {line['context']:,} tokens, blocks of {line['block']}" + (
-            f", {line['layout']}" if line.get("layout") else ""
-        )
+        layout = f", {line['layout']}" if line.get("layout") else ""
+        name = f"{line['type']}, {line['context']:,} tokens, blocks of {line['block']}{layout}"
         lines.append(f"| {name} | {sent} | {waited} | {1e3 * line['prompt_computed_s']:,.1f} |")
     for line in ended:
         if line["job"] == "ranks":
