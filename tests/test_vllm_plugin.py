@@ -33,6 +33,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E4
 from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend  # noqa: E402
 from vllm.v1.attention.selector import AttentionSelectorConfig  # noqa: E402
 from vllm.v1.core.kv_cache_planning import DefaultKVCacheConfigBuilder  # noqa: E402
+from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
 from vllm.v1.worker.worker_base import WorkerBase  # noqa: E402
 
 import quantkv.integrations.vllm as plug_in  # noqa: E402
@@ -684,8 +685,11 @@ def test_a_connector_that_is_not_vllms_is_warned_of(monkeypatch):
         connectors.check_connectors(config)
 
 
-def test_handshakes_of_nixl_end_in_the_types_name():
-    """However often they are named."""
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("layout", list(KVCacheLayout))
+@pytest.mark.parametrize("stored", ["quantkv_int4:1f", "auto"])
+def test_handshakes_of_nixl_end_in_the_types_name(stored, layout, ranks):
+    """However often they are named, and with the number of ranks where a block of all layers is sent as one."""
     base_worker = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker")
     own = base_worker.compute_nixl_compatibility_hash
     with pytest.MonkeyPatch.context() as patch:
@@ -693,8 +697,11 @@ def test_handshakes_of_nixl_end_in_the_types_name():
         patch.setattr(base_worker, "compute_nixl_compatibility_hash", standing)
         for _ in range(2):
             connectors._name_in_handshakes()
-        config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="quantkv_int4:1f"))
-        assert base_worker.compute_nixl_compatibility_hash(config, 1, two=2) == "hash of (1,) and {'two': 2} of quantkv_int4:1f"
+        cache = SimpleNamespace(cache_dtype=stored, get_resolved_kv_cache_layout=lambda: layout)
+        config = SimpleNamespace(cache_config=cache, parallel_config=SimpleNamespace(tensor_parallel_size=ranks))
+        name = f" of {stored}" + (f" in BHLNC of {ranks} ranks" if layout is KVCacheLayout.BHLNC else "")
+        named = base_worker.compute_nixl_compatibility_hash(config, 1, two=2)
+    assert named == "hash of (1,) and {'two': 2}" + (name if stored != "auto" else "")
     assert base_worker.compute_nixl_compatibility_hash is own
 
 
