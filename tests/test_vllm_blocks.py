@@ -11,11 +11,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")  # before vLLM looks for a device
 pytest.importorskip("vllm")
 
-from vllm.config import CacheConfig
+from vllm.config import CacheConfig, KVTransferConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.platforms import current_platform
 from vllm.v1 import kv_cache_interface as pages
+from vllm.v1.attention.backends import utils as backend_utils
 from vllm.v1.core.kv_cache_planning import DefaultKVCacheConfigBuilder
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.worker_base import WorkerBase
@@ -230,15 +231,39 @@ def test_what_a_request_takes_beside_states_is_said_of_models_that_have_both(tol
     ]
 
 
-def test_vllm_asks_the_plug_in_at_three_places():
+def test_vllm_asks_the_plug_in_at_four_places():
     blocks.pack_blocks()
     platform = type(current_platform)
     for owner, name in (
         (platform, "get_kv_cache_config_builder_cls"),
         (platform, "update_block_size_for_backend"),
         (WorkerBase, "get_supported_kv_cache_layouts"),
+        (backend_utils, "get_kv_connector_cache_layout"),
     ):
         assert getattr(owner, name).__module__ == blocks.__name__
+
+
+@pytest.mark.parametrize("asked", [None, "LBHNC", "BLHNC", "BHLNC"])
+def test_a_block_is_one_copy_where_it_is_offloaded(config, asked):
+    """vLLM's connector asks for LBHNC, in which it is a copy for each layer. Whatever else is asked for stays."""
+    found = lambda: blocks._connector_layout(lambda config: asked, config)
+    assert found() == asked
+    config.model_config.is_hybrid = False
+    config.kv_transfer_config = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both")
+    assert found() == ("BLHNC" if asked == "LBHNC" else asked) and blocks._connector_layout(lambda config: asked) == asked
+    assert blocks.can_pack(config) is True  # its own answer is LBHNC
+    for part, name, value in (
+        (config.kv_transfer_config, "kv_connector", "NixlConnector"),
+        (config.kv_transfer_config, "kv_connector", "MultiConnector"),
+        (config.cache_config, "cache_dtype", "fp8"),
+        (config.model_config, "is_hybrid", True),
+        (config.parallel_config, "pipeline_parallel_size", 2),
+        (config.parallel_config, "decode_context_parallel_size", 2),
+        (config.scheduler_config, "disable_hybrid_kv_cache_manager", True),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(part, name, value)
+            assert found() == asked, name
 
 
 def test_a_builder_of_another_platform_stays(config):

@@ -583,7 +583,7 @@ def test_the_digest_of_latents_says_the_dtype_of_rotated_dimensions():
     def digest(use_mla, dtype):
         model = SimpleNamespace(use_mla=use_mla, dtype=dtype)
         cache = SimpleNamespace(cache_dtype="quantkv_int4", kv_cache_dtype_skip_layers=[])
-        return connectors.page_digest(SimpleNamespace(model_config=model, cache_config=cache, additional_config={}), [16])
+        return connectors.page_digest(SimpleNamespace(model_config=model, cache_config=cache, additional_config={}), [16], "LBHNC")
 
     assert digest(False, torch.bfloat16) == digest(False, torch.float16)
     assert len({digest(False, torch.bfloat16), digest(True, torch.bfloat16), digest(True, torch.float16)}) == 3
@@ -620,7 +620,7 @@ def test_a_connector_is_made_under_a_type_that_vllm_knows(tmp_path):
         additional_config=None,
     )
     own = lambda cls, config, role, kv_cache_config: (cls, config.cache_config.cache_dtype, role)
-    planned = SimpleNamespace(kv_cache_groups=[])
+    planned = SimpleNamespace(kv_cache_groups=[], kv_cache_layout="LBHNC")
     cls, name, role = connectors._create_connector(own, KVConnectorFactory, config, "worker", planned)
     assert (cls, role) == (KVConnectorFactory, "worker") and re.fullmatch("quantkv_int4:[0-9a-f]{16}", name)
     assert get_kv_cache_dtype_handler(name).torch_dtype() == torch.uint8
@@ -656,7 +656,7 @@ def test_a_type_is_named_where_its_connector_compares_it(name, extra, named, mon
     monkeypatch.setattr(connectors, "_name_in_handshakes", lambda: done.append("handshakes"))
     monkeypatch.setattr(connectors, "_name_in_keys", lambda: done.append("keys"))
     monkeypatch.setattr(connectors, "_check_folder", lambda folder, stored: done.append(str(folder)))
-    monkeypatch.setattr(connectors, "page_digest", lambda config, blocks: digested.append(blocks) or "1f" * 8)
+    monkeypatch.setattr(connectors, "page_digest", lambda config, *given: digested.append(given) or "1f" * 8)
     transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra)
     config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="quantkv_int4:of another start"), kv_transfer_config=transfer)
     row = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.uint8}
@@ -664,9 +664,9 @@ def test_a_type_is_named_where_its_connector_compares_it(name, extra, named, mon
     packed = replace(whole, block_size=80, block_stride_alignment=5 * 16)
     groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=("a", "b")) for spec in (whole, packed)]
     own = lambda cls, config, *given: (config.cache_config.cache_dtype, *given)
-    planned = SimpleNamespace(kv_cache_groups=groups)
+    planned = SimpleNamespace(kv_cache_groups=groups, kv_cache_layout="BLHNC")
     assert connectors._create_connector(own, None, config, "worker", planned) == (f"quantkv_int4:{'1f' * 8}", "worker", planned)
-    assert done == named and digested == [[16, [80, 80, ["a", "b"]]]]
+    assert done == named and digested == [([16, [80, 80, ["a", "b"]]], "BLHNC")]
 
 
 def test_a_connector_that_is_not_vllms_is_warned_of(monkeypatch):
@@ -705,15 +705,15 @@ def test_handshakes_of_nixl_end_in_the_types_name(stored, layout, ranks):
     assert base_worker.compute_nixl_compatibility_hash is own
 
 
-@pytest.mark.parametrize("change", ["policy", "format", "layers", "skipped", "blocks", "dtype"])
+@pytest.mark.parametrize("change", ["policy", "format", "layers", "skipped", "blocks", "layout", "dtype"])
 def test_the_digest_says_what_bytes_mean(change, monkeypatch):
     """Layers that are skipped in any order."""
 
-    def digest(policy=None, name="quantkv_int4", layers=4, skipped=("1", "2"), blocks=(16,), dtype=torch.float16):
+    def digest(policy=None, name="quantkv_int4", layers=4, skipped=("1", "2"), blocks=(16,), layout="LBHNC", dtype=torch.float16):
         monkeypatch.setattr(connectors, "policy_of", lambda config: policy)
         model = SimpleNamespace(use_mla=False, dtype=dtype, get_total_num_hidden_layers=lambda: layers)
         cache = SimpleNamespace(cache_dtype=name, kv_cache_dtype_skip_layers=list(skipped))
-        return connectors.page_digest(SimpleNamespace(model_config=model, cache_config=cache), list(blocks))
+        return connectors.page_digest(SimpleNamespace(model_config=model, cache_config=cache), list(blocks), layout)
 
     mixed = Policy("int4", {1: "none"})
     base = {"policy": {}, "dtype": {"policy": mixed}, "layers": {"policy": mixed}}.get(change, {})
@@ -723,6 +723,7 @@ def test_the_digest_says_what_bytes_mean(change, monkeypatch):
         "layers": {"layers": 5},
         "skipped": {"skipped": ("1",)},
         "blocks": {"blocks": (32,)},
+        "layout": {"layout": "BLHNC"},
         "dtype": {"dtype": torch.bfloat16},
     }[change]
     assert digest(**base) == digest(**base, **({} if "skipped" in other else {"skipped": ("2", "1")}))

@@ -46,7 +46,7 @@ def test_pages_that_were_offloaded_say_the_same(smollm2, stored):
     report = engine.run(smollm2, f"quantkv_{stored}", ASKED, rounds=2, **arguments)
     for one in (plain, report):
         ran(one, stored)
-    assert report.layout == "LBHNC"  # the connector asks for it
+    assert report.layout == "BLHNC"  # the connector asks for LBHNC, and a block is one copy in this
     moved = {what: sum(map(int, re.findall(rf"host_offloading: {what} (\d+) blocks", report.log))) for what in ("stored", "loaded")}
     blocks = sum(plain.answers[1].cached) // BLOCK
     assert blocks >= 20 and moved["stored"] == blocks
@@ -55,15 +55,14 @@ def test_pages_that_were_offloaded_say_the_same(smollm2, stored):
 
 
 def test_packed_blocks_that_were_offloaded_say_the_same(tmp_path):
-    """Of layers in several formats, windows beside full attention: blocks go and come back whole. The connector asks for another
-    layout, so the packed one is named."""
+    """Of layers in several formats, windows beside full attention: blocks go and come back whole."""
     folder = tiny_models.write("six_layers", tmp_path / "model")
     given = [tiny_models.prompt(seed, length) for seed, length in enumerate((345, 400) * 4)]
     asked = {"rounds": 2, "enable_prefix_caching": True, "skip_tokenizer_init": True, "max_num_batched_tokens": 128, **ALONE}
     asked |= policy(tmp_path, format="int4", layers={"1": "int8", "4": "none"})
     stay = engine.run(folder, "quantkv_policy", given, **asked)
     connector = offloading(spec_name="HostOffloadingSpec", spec_module_path="host_offloading")
-    tight = {"kv_transfer_config": connector, "num_gpu_blocks_override": 18, "environment": {"VLLM_KV_CACHE_LAYOUT": "BLHNC"}}
+    tight = {"kv_transfer_config": connector, "num_gpu_blocks_override": 18}
     report = engine.run(folder, "quantkv_policy", given, **asked, **tight)
     assert (stay.error, report.error) == ("", "") and {stay.layout, report.layout} == {"BLHNC"}
     assert len(re.findall(r"host_offloading: loaded \d+ blocks", report.log)) >= 2

@@ -33,14 +33,15 @@ def seen(llama, tmp_path):
     """What connectors see of an engine's pages: the NIXL hash after each side of a connector is made, and the name of the type."""
     count = itertools.count()
 
-    def configured(kv_cache_dtype, block_size=16, aligned=None, names=("model.layers.0.self_attn.attn",), **given):
+    def configured(kv_cache_dtype, block_size=16, aligned=None, names=("model.layers.0.self_attn.attn",), layout="LBHNC", **given):
         arguments = {"kv_cache_dtype": kv_cache_dtype, "attention_backend": "CUSTOM", "dtype": "float32", **ARGUMENTS, **given}
         extra = {"shared_storage_path": str(tmp_path / f"pages {next(count)}")}
         connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config=extra)
         config = EngineArgs(llama, **arguments, kv_transfer_config=connector).create_engine_config()
         sizes = {"block_size": block_size, "num_kv_heads": 2, "head_size": 64, "dtype": torch.uint8}
         spec = pages.FullAttentionSpec(**sizes, block_stride_alignment=aligned)
-        tensors = pages.KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[pages.KVCacheGroupSpec(list(names), spec)])
+        groups = [pages.KVCacheGroupSpec(list(names), spec)]
+        tensors = pages.KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups, kv_cache_layout=layout)
         found = []
         for role in KVConnectorRole:
             KVConnectorFactory.create_connector(config, role, tensors)
@@ -100,6 +101,11 @@ def test_where_pages_lie_in_a_packed_block_is_part_of_the_hash(seen):
         {"block_size": 80, "aligned": 80, "names": (two, one)},
     )
     assert len({seen("quantkv_int4", **more)[1] for more in made}) == len(made)
+
+
+def test_where_heads_and_layers_lie_in_a_block_is_part_of_the_hash(seen):
+    """Files of whole blocks are found by the name."""
+    assert len({seen("quantkv_int4", layout=layout)[1] for layout in ("LBHNC", "BLHNC", "BHLNC")}) == 3
 
 
 def test_a_type_of_vllms_own_keeps_its_name(seen):

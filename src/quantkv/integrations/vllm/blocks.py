@@ -20,6 +20,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase, get_mamba_prefill_checkpoint_alignment
 from vllm.platforms import current_platform
 from vllm.v1 import kv_cache_interface as vllm_specs
+from vllm.v1.attention.backends import utils as backend_utils
 from vllm.v1.core.kv_cache_planning import DefaultKVCacheConfigBuilder
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -35,6 +36,7 @@ from .asked import policy_of
 
 logger = init_logger("vllm.quantkv")
 PACKED = KVCacheLayout.BLHNC
+ONE_COPY = {"OffloadingConnector": KVCacheLayout.LBHNC}  # connectors to which a packed block is one copy, and the layout they ask for
 BUILDERS = ("vllm.v1.core.kv_cache_planning.DefaultKVCacheConfigBuilder",)  # which `PackedBlocks` may stand for
 STEP = 16  # tokens: blocks beside states are multiples
 
@@ -87,15 +89,27 @@ class PagesOfBlocks:
 
 def can_pack(config: Any) -> bool:
     """Whether a configuration leaves the layout of blocks, and their groups, to the plug-in."""
+    if not _may_pack(config):
+        return False
+    layout = envs.VLLM_KV_CACHE_LAYOUT or _connector_layout(get_kv_connector_cache_layout, config)
+    return layout in (None, PACKED.name)
+
+
+def _may_pack(config: Any) -> bool:
+    """Whether packed blocks serve a configuration, whatever layout is asked for."""
     if not asked_type(config.cache_config.cache_dtype).startswith(PREFIX):
         return False
     if config.scheduler_config.disable_hybrid_kv_cache_manager or config.attention_config.hisparse_config is not None:
         return False
     parallel = config.parallel_config
-    if parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
-        return False
-    layout = envs.VLLM_KV_CACHE_LAYOUT or get_kv_connector_cache_layout(config)
-    return layout in (None, PACKED.name)
+    return parallel.pipeline_parallel_size == 1 and parallel.decode_context_parallel_size == 1
+
+
+def _connector_layout(own: Any, vllm_config: Any = None) -> str | None:
+    """The layout that a connector asks for: the packed one of a connector that asks for its own only so that a copy has more bytes."""
+    layout, transfer = own(vllm_config), getattr(vllm_config, "kv_transfer_config", None)
+    instead = transfer is not None and transfer.kv_connector in ONE_COPY and layout == ONE_COPY[transfer.kv_connector].name
+    return PACKED.name if instead and _may_pack(vllm_config) and not vllm_config.model_config.is_hybrid else layout
 
 
 def plan(config: Any, specs: dict[str, Any]) -> Pool | None:
@@ -191,6 +205,7 @@ def pack_blocks() -> None:
     around(platform, "get_kv_cache_config_builder_cls", _builder)
     around(platform, "update_block_size_for_backend", _update_sizes)
     around(WorkerBase, "get_supported_kv_cache_layouts", _layouts)
+    around(backend_utils, "get_kv_connector_cache_layout", _connector_layout)
 
 
 def _builder(own: Any, cls: Any, vllm_config: Any) -> str:

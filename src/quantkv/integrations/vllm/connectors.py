@@ -47,7 +47,8 @@ def name_page_types() -> None:
 def _create_connector(own: Any, cls: Any, config: Any, role: Any, kv_cache_config: Any) -> Any:
     asked = asked_type(config.cache_config.cache_dtype)
     if asked.startswith(PREFIX):
-        stored = asked + DIGEST_MARK + page_digest(config, [_block(g) for g in kv_cache_config.kv_cache_groups])
+        blocks = [_block(group) for group in kv_cache_config.kv_cache_groups]
+        stored = asked + DIGEST_MARK + page_digest(config, blocks, kv_cache_config.kv_cache_layout)
         config.cache_config.cache_dtype = stored
         make_known(stored)
         for name, extra in _connectors_of(config.kv_transfer_config):
@@ -111,9 +112,9 @@ def _block(group: Any) -> Any:
     return [spec.block_size, spec.block_stride_alignment, list(group.layer_names)] if is_packed(spec) else spec.block_size
 
 
-def page_digest(config: Any, blocks: Sequence[Any]) -> str:
-    """Digest of what the bytes of a model's blocks mean: formats and maps by layer, layers left at 16 bits, and what a block of each group
-    holds. Geometry is what vLLM compares itself: the model, its heads and their size."""
+def page_digest(config: Any, blocks: Sequence[Any], layout: str | None) -> str:
+    """Digest of what the bytes of a model's blocks mean: formats and maps by layer, layers left at 16 bits, what a block of each group
+    holds, and vLLM's layout of them. Geometry is what vLLM compares itself: the model, its heads and their size."""
     policy, dtype = policy_of(config), config.model_config.dtype
     if policy is None:
         stored = codecs_of(format_of(config.cache_config.cache_dtype, dtype))
@@ -121,7 +122,7 @@ def page_digest(config: Any, blocks: Sequence[Any]) -> str:
         stored = policy.fingerprint(config.model_config.get_total_num_hidden_layers(), dtype)
     if config.model_config.use_mla:  # the rotated dimensions of latents are stored as the model computes them
         stored += LATENT + format_of(f"{PREFIX}none", dtype).name
-    return meaning_digest([stored, sorted(config.cache_config.kv_cache_dtype_skip_layers), list(blocks)])
+    return meaning_digest([stored, sorted(config.cache_config.kv_cache_dtype_skip_layers), list(blocks), layout])
 
 
 def check_connectors(config: Any) -> None:

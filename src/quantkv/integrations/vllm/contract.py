@@ -104,6 +104,7 @@ NAMES = (
     _name("model_executor.layers.mamba.abstract.MambaBase", "packed blocks beside states"),
     _name("model_executor.layers.mamba.abstract.get_mamba_prefill_checkpoint_alignment", "packed blocks beside states"),
     _name("distributed.kv_transfer.kv_connector.utils.get_kv_connector_cache_layout", "packed blocks"),
+    _name("v1.attention.backends.utils.get_kv_connector_cache_layout", "offloaded blocks", "vllm_config"),
     _name("envs.VLLM_KV_CACHE_LAYOUT", "packed blocks"),
     # Layers.
     _name(f"{BACKEND}.AttentionType", "layers", has="DECODER"),
