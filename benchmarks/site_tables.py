@@ -15,7 +15,7 @@ from quantkv.cli.report import kl_with_error, with_error
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/choose.md", "docs/performance-by-model.md", "docs/engine.md", "docs/quality.md")
+PAGES = ("README.md", "docs/choose.md", "docs/performance-by-model.md", "docs/engine.md", "docs/quality.md", "docs/vllm.md")
 BLOCK = re.compile(r"(<!-- site:(\w+) -->\n).*?(<!-- /site -->)", re.DOTALL)
 SHAPE = "B64xL8192"  # the batch that times are of
 NOT_MEASURED = "not measured"
@@ -41,6 +41,17 @@ PRESETS = (  # with nothing set up: what for, and the configuration
     ("4 bits as vLLM stores them", "int4"),
 )
 FRONT, SEQUENCES = "h100-vllm.jsonl", 48  # speeds of the front page and its picture: decode of so many sequences of 8,192
+# vLLM's own types and ours of that run, and the cache that stores what each stores; TurboQuant's is a policy: `tq4`, of which the first
+# two and the last two layers are at 16 bits, as vLLM leaves them.
+ENGINES = {
+    "auto": None,
+    "fp8": "fp8",
+    "int8_per_token_head": "int8",
+    "turboquant_4bit_nc": "turboquant_4bit_nc",
+    "int4_per_token_head": "int4",
+    **{f"quantkv_{name}": name for name in ("8bit", "4bit", "3bit", "2bit", "int4")},
+}
+REAL = ("SmolLM2-135M", "Qwen2.5-Coder-0.5B", "Gemma-3-270M")  # models of their loss
 # Models of the benchmark of quality, with the bytes of a token and kv head at 16 bits, and what of its configurations is shown.
 MODELS = {"smollm2": ("SmolLM2-135M", 256), "qwen": ("Qwen2 0.5B, keys with biases", 256), "gemma": ("Gemma 3 270M", 1024)}
 BY_MODEL = ("int4", "levels4 +16,24", "tuned 80 +16,24", "tuned 52 +16,24", "tuned 48 +16,24", "trellis2 +16,24")
@@ -102,6 +113,33 @@ def choose() -> str:
 def front_engines() -> dict[str, dict]:
     """The engines that the front page is of, by their types in vLLM; of several of a type the newest, which comes first."""
     return {engine["type"]: engine for engine in reversed(read(FRONT)) if engine["job"] == "main"}
+
+
+def real_losses() -> dict[tuple[str, str], dict]:
+    """Rows of decoded tokens of news through a real cache, by model and cache; presets of SmolLM2 are those of the front page."""
+    runs = [run for run in read("quality-table.json")["runs"] if (run["part"], run["text"]) == ("presets", "news")]
+    found = {(run["model"], row["format"]): row for run in runs for row in run["formats"]}
+    return found | {(REAL[0], name): row for name, row in through_cache().items()}
+
+
+def engines() -> str:
+    """vLLM's own types beside ours, of one run, with what each loses on three models."""
+    of, losses, rows = front_engines(), real_losses(), []
+    batches = (
+        ("prefill", 8, "prompts, 8 x 8,192"),
+        ("prefill", 2, "prompts, 2 x 32,768"),
+        ("decode", 48, "decode, 48 x 8,192"),
+        ("decode", 8, "decode, 8 x 32,768"),
+    )
+    for kind, cache in ENGINES.items():
+        shown = [f"`{kind}`" if kind != "auto" else "16 bits", f"{of[kind]['kv_tokens']:,}"]
+        for scenario, sequences, _ in batches:
+            base, found = (speed(of[each], scenario, sequences) for each in ("auto", kind))
+            shown.append(f"{found:,.0f}" + (f" ({found / base:.2f}x)" if cache else ""))
+        kls = [losses[model, cache]["kl"] for model in REAL] if cache else [0]
+        rows.append((*shown, "; ".join(f"{kl:.{2 if kl > 0.1 else digits(kl)}f}" if kl else "0" for kl in kls)))
+    head = ("type", "tokens that fit", *(said for *_, said in batches), "KL on the three models")
+    return table(head, rows, 1)
 
 
 def front() -> str:
@@ -269,7 +307,16 @@ def cpu_rows() -> Iterator[tuple[str, ...]]:
         yield line("SmolLM2-135M", by, f"ms a token: one sequence of {run['context']:,}, float32", figures, False)
 
 
-BLOCKS = {"front": front, "presets": presets, "choose": choose, "times": times, "models": models, "errors": errors, "by_model": by_model}
+BLOCKS = {
+    "front": front,
+    "engines": engines,
+    "presets": presets,
+    "choose": choose,
+    "times": times,
+    "models": models,
+    "errors": errors,
+    "by_model": by_model,
+}
 
 
 def update(text: str) -> str:
