@@ -254,6 +254,8 @@ def test_a_block_is_one_copy_where_it_is_offloaded(config, asked):
     assert blocks.can_pack(config) is True  # its own answer is LBHNC
     for part, name, value in (
         (config.kv_transfer_config, "kv_connector", "NixlConnector"),
+        (config.kv_transfer_config, "kv_connector_extra_config", {"spec_name": "TieringOffloadingSpec"}),
+        (config.kv_transfer_config, "kv_connector_extra_config", {"canonical_layout": True}),
         (config.kv_transfer_config, "kv_connector", "MultiConnector"),
         (config.cache_config, "cache_dtype", "fp8"),
         (config.model_config, "is_hybrid", True),

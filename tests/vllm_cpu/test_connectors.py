@@ -46,7 +46,7 @@ def test_pages_that_were_offloaded_say_the_same(smollm2, stored):
     report = engine.run(smollm2, f"quantkv_{stored}", ASKED, rounds=2, **arguments)
     for one in (plain, report):
         ran(one, stored)
-    assert report.layout == "BLHNC"  # the connector asks for LBHNC, and a block is one copy in this
+    assert report.layout == "LBHNC"  # the connector asks for it
     moved = {what: sum(map(int, re.findall(rf"host_offloading: {what} (\d+) blocks", report.log))) for what in ("stored", "loaded")}
     blocks = sum(plain.answers[1].cached) // BLOCK
     assert blocks >= 20 and moved["stored"] == blocks
@@ -55,14 +55,15 @@ def test_pages_that_were_offloaded_say_the_same(smollm2, stored):
 
 
 def test_packed_blocks_that_were_offloaded_say_the_same(tmp_path):
-    """Of layers in several formats, windows beside full attention: blocks go and come back whole."""
+    """Of layers in several formats, windows beside full attention: blocks go and come back whole, in the layout that vLLM's own worker
+    gets."""
     folder = tiny_models.write("six_layers", tmp_path / "model")
     given = [tiny_models.prompt(seed, length) for seed, length in enumerate((345, 400) * 4)]
     asked = {"rounds": 2, "enable_prefix_caching": True, "skip_tokenizer_init": True, "max_num_batched_tokens": 128, **ALONE}
     asked |= policy(tmp_path, format="int4", layers={"1": "int8", "4": "none"})
     stay = engine.run(folder, "quantkv_policy", given, **asked)
     connector = offloading(spec_name="HostOffloadingSpec", spec_module_path="host_offloading")
-    tight = {"kv_transfer_config": connector, "num_gpu_blocks_override": 18}
+    tight = {"kv_transfer_config": connector, "num_gpu_blocks_override": 18, "environment": {"VLLM_KV_CACHE_LAYOUT": "BLHNC"}}
     report = engine.run(folder, "quantkv_policy", given, **asked, **tight)
     assert (stay.error, report.error) == ("", "") and {stay.layout, report.layout} == {"BLHNC"}
     assert len(re.findall(r"host_offloading: loaded \d+ blocks", report.log)) >= 2
@@ -85,6 +86,7 @@ def test_pages_of_one_process_are_read_in_another(smollm2, tmp_path, layout):
 
 
 def test_vllms_own_worker_needs_a_gpu(smollm2):
-    """Why the copies above are the test's own: vLLM refuses to offload on a CPU."""
+    """Why the copies above are the test's own: vLLM refuses to offload on a CPU. The layout is chosen before."""
     report = engine.run(smollm2, "quantkv_int4", kv_transfer_config=offloading())
     assert "CPU Offloading is currently only supported on CUDA-alike and XPU GPUs" in report.error + report.log
+    assert "Using BLHNC KV cache layout" in report.log

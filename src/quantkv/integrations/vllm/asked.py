@@ -1,4 +1,4 @@
-"""What a vLLM configuration asks for: a type, and the policy behind it."""
+"""What a vLLM configuration asks for: a type, the policy behind it, and where its pages may go."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 from ...policy import Policy
 from .. import asked
 from . import POLICY_OPTION, PROMPT_OPTIONS, asked_type
+
+IN_MEMORY = ("OffloadingConnector", "CPUOffloadingSpec")  # a connector whose pages end with the engine
 
 
 def policy_of(config: Any) -> Policy | None:
@@ -31,6 +33,11 @@ def of_prompts(name: str, config: Any) -> str:
     """What a configuration asks of prompts: see `asked.of_prompts`."""
     option = PROMPT_OPTIONS[name]
     return asked.of_prompts(name, policy_of(config), option, _options(config).get(option))
+
+
+def stays_in_memory(transfer: Any) -> bool:
+    """Whether vLLM's configuration of a connector, where there is one, moves pages to the host's memory and to no other engine."""
+    return transfer is not None and (transfer.kv_connector, transfer.get_from_extra_config("spec_name", IN_MEMORY[1])) == IN_MEMORY
 
 
 def _options(config: Any) -> dict[str, Any]:

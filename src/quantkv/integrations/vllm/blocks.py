@@ -32,11 +32,10 @@ from ...policy import Policy
 from ...vllm_pages import BLOCK_SIZES, RECORD_ALIGNMENT, Group, Pool, PooledLayer, packed_beside_states, pool_of
 from . import PREFIX, asked_type
 from .around import around
-from .asked import policy_of
+from .asked import policy_of, stays_in_memory
 
 logger = init_logger("vllm.quantkv")
 PACKED = KVCacheLayout.BLHNC
-ONE_COPY = {"OffloadingConnector": KVCacheLayout.LBHNC}  # connectors to which a packed block is one copy, and the layout they ask for
 BUILDERS = ("vllm.v1.core.kv_cache_planning.DefaultKVCacheConfigBuilder",)  # which `PackedBlocks` may stand for
 STEP = 16  # tokens: blocks beside states are multiples
 
@@ -106,10 +105,12 @@ def _may_pack(config: Any) -> bool:
 
 
 def _connector_layout(own: Any, vllm_config: Any = None) -> str | None:
-    """The layout that a connector asks for: the packed one of a connector that asks for its own only so that a copy has more bytes."""
+    """The layout that a connector asks for. Of one that keeps blocks in memory it is the packed one, in which a block is one copy: vLLM
+    asks for LBHNC, in which it is one of each layer. Its files, and its canonical form of blocks, are for others to read, and stay."""
     layout, transfer = own(vllm_config), getattr(vllm_config, "kv_transfer_config", None)
-    instead = transfer is not None and transfer.kv_connector in ONE_COPY and layout == ONE_COPY[transfer.kv_connector].name
-    return PACKED.name if instead and _may_pack(vllm_config) and not vllm_config.model_config.is_hybrid else layout
+    if layout != KVCacheLayout.LBHNC.name or not stays_in_memory(transfer) or transfer.get_from_extra_config("canonical_layout", False):
+        return layout
+    return PACKED.name if _may_pack(vllm_config) and not vllm_config.model_config.is_hybrid else layout
 
 
 def plan(config: Any, specs: dict[str, Any]) -> Pool | None:

@@ -27,9 +27,9 @@ from ...calibration import Calibration
 from ..at_start import LORA, RECURRENCE, SOME_LAYERS, measured, unmeasured
 from ..seen_layers import SeenLayers, ServedModel
 from .around import around
+from .asked import IN_MEMORY, stays_in_memory
 
 logger = init_logger("vllm.quantkv")
-IN_MEMORY = ("OffloadingConnector", "CPUOffloadingSpec")  # a connector whose pages end with the engine
 ROTARIES = "vllm.model_executor.layers.rotary_embedding"
 WITHIN_ROTARIES = ("ApplyRotaryEmb",)  # steps of a rotary embedding, which are given parts of rows
 
@@ -66,13 +66,11 @@ def check_statistics(config: Any, policy: Any) -> None:
     reason, transfer = reason_against(config), config.kv_transfer_config
     if reason is not None and policy.statistics == "require":
         raise unmeasured(reason)
-    if transfer is not None and transfer.kv_connector is not None:
-        where = transfer.kv_connector, transfer.get_from_extra_config("spec_name", IN_MEMORY[1])
-        if where != IN_MEMORY:
-            raise NotImplementedError(
-                f"quantkv: policy.statistics={policy.statistics!r} with kv_connector={where[0]!r}: pages of one engine are not those of "
-                f"another, which measures for itself; allowed: {IN_MEMORY[0]} into memory, or a calibration of `quantkv calibrate`"
-            )
+    if transfer is not None and transfer.kv_connector is not None and not stays_in_memory(transfer):
+        raise NotImplementedError(
+            f"quantkv: policy.statistics={policy.statistics!r} with kv_connector={transfer.kv_connector!r}: pages of one engine are not "
+            f"those of another, which measures for itself; allowed: {IN_MEMORY[0]} into memory, or a calibration of `quantkv calibrate`"
+        )
 
 
 def measure_before_sizing(config: Any) -> None:
