@@ -150,3 +150,16 @@ def test_tables_in_documents_are_those_of_the_file_that_the_page_names(script):
             held.append((page.name, name))
     assert {("2026-11-25-quality-table.md", name) for name in script.PARTS} < set(held)
     assert {("quality.md", name) for name in ("rivals", "domains")} < set(held)
+
+
+def test_answers_of_a_chat_are_compared_token_by_token_and_told_as_they_were_counted(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from chat_answers import QUESTIONS, until_they_part
+
+    assert [until_they_part([1, 2, 3], other) for other in ([1, 2, 3], [1, 2], [1, 2, 3, 4], [1, 5, 3], [])] == [3, 2, 3, 1, 0]
+    rows = json.loads((BENCHMARKS / "results" / "chat-answers.json").read_text())
+    page = (BENCHMARKS.parent / "docs" / "quality.md").read_text(encoding="utf-8")
+    said = re.search(r"- \*\*Answers of a chat\*\*.*?(?=\n- )", page, re.DOTALL)[0]
+    for model in ("SmolLM2-135M", "Qwen2.5-Coder-0.5B"):
+        found = [f"{row['identical']} with `{row['cache']}`" for row in rows if (row["model"], row["questions"]) == (model, len(QUESTIONS))]
+        assert len(found) == 5 and f"of {model}, {', '.join(found)}" in re.sub(r"\s+", " ", said)
