@@ -3,7 +3,8 @@
     python benchmarks/chat_answers.py --model NAME=DIR|GGUF ... [--kv 8bit,4bit] --out FILE.json
 
 Each is asked as README's snippet asks it: `generate` with a new `QuantizedCache(model.config, NAME)`, one question at a time. An answer may
-end early. Nothing of the package was chosen by these questions. FILE.json has each cache's answers as soon as they are there.
+end early. Nothing of the package was chosen by these questions. FILE.json has each cache's counts as soon as they are there. A preset keeps
+its full-precision tokens: of so short a chat they are more than half.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
 
-from site_tables import SEQUENCES, front_engines, read, speed, through_cache  # noqa: E402
+from site_tables import ENGINES, SEQUENCES, front_engines, read, speed, through_cache  # noqa: E402
 
 FOLDER = ROOT / "docs" / "figures"
 WIDTH, MARGIN = 600, 24
@@ -272,26 +272,25 @@ def losses() -> str:
 
 # ---- README.md
 
-# Configurations of which speed, bytes and loss were recorded: type in vLLM -> name in the file of losses through a real cache, label, its
-# anchor and where it stands beside the point. vLLM's own int4, int8 and TurboQuant store the bytes of formats that are measured for them.
+# Each of `ENGINES` by its type in vLLM: label, its anchor and where it stands beside the point.
 POINTS = {
-    "auto": (None, "16 bits", "end", -11, -9),
-    "fp8": ("fp8", "vLLM's fp8", "end", -11, 5),
-    "int8_per_token_head": ("int8", "vLLM's int8", "start", -6, -12),
-    "int4_per_token_head": ("int4", "vLLM's int4", "start", -4, 24),
-    "turboquant_4bit_nc": ("turboquant_4bit_nc", "vLLM's TurboQuant", "start", -6, -14),
-    "quantkv_int4": ("int4", "int4", "start", 10, 5),
-    "quantkv_8bit": ("8bit", "8bit", "end", -11, 5),
-    "quantkv_4bit": ("4bit", "4bit", "start", 10, 5),
-    "quantkv_3bit": ("3bit", "3bit", "start", 10, 5),
-    "quantkv_2bit": ("2bit", "2bit", "start", 10, 5),
+    "auto": ("16 bits", "end", -11, -9),
+    "fp8": ("vLLM's fp8", "end", -11, 5),
+    "int8_per_token_head": ("vLLM's int8", "start", -6, -12),
+    "int4_per_token_head": ("vLLM's int4", "start", -4, 24),
+    "turboquant_4bit_nc": ("vLLM's TurboQuant", "start", -6, -14),
+    "quantkv_int4": ("int4", "start", 10, 5),
+    "quantkv_8bit": ("8bit", "end", -11, 5),
+    "quantkv_4bit": ("4bit", "start", 10, 5),
+    "quantkv_3bit": ("3bit", "start", 10, 5),
+    "quantkv_2bit": ("2bit", "start", 10, 5),
 }
 
 
-def point(kind: str, name: str | None) -> tuple[float, int, float]:
+def point(kind: str) -> tuple[float, int, float]:
     """Tokens a second, tokens that fit, and KL of a configuration. KeyError where it was not recorded."""
-    engine = front_engines()[kind]
-    kl = 0.0 if name is None else through_cache()[name]["kl"]
+    engine, cache = front_engines()[kind], ENGINES[kind]
+    kl = 0.0 if cache is None else through_cache()[cache]["kl"]
     return speed(engine, "decode", SEQUENCES), engine["kv_tokens"], kl
 
 
@@ -312,9 +311,9 @@ def front() -> str:
         shapes.append(text(x(rate), zero + 24, f"{rate:,}", 14, INK, "middle"))
     timed = f"tokens a second, {SEQUENCES} sequences of 8,192, one H100 (higher is better)"
     shapes.append(text((left + right) / 2, zero + 46, timed, 14, INK, "middle"))
-    _, base, _ = point("auto", None)
-    for kind, (name, said, anchor, aside, down) in POINTS.items():
-        rate, tokens, kl = point(kind, name)
+    _, base, _ = point("auto")
+    for kind, (said, anchor, aside, down) in POINTS.items():
+        rate, tokens, kl = point(kind)
         color = OURS if kind.startswith("quantkv") else OTHERS
         more = "" if kind == "auto" else f": {tokens / base:.1f}x tokens"
         shapes += [dot(x(rate), y(kl), color, 6), text(x(rate) + aside, y(kl) + down, said + more, anchor=anchor)]
