@@ -1,6 +1,6 @@
 """What an unmodified vLLM compiles after its start, with quantkv's pages: nothing, or a line says what.
 
-    python benchmarks/vllm_engine/compiling.py --out DIR [--models llama,gemma3,gpt_oss,deepseek] [--blocks 16,64] [--types quantkv_int4]
+    python benchmarks/vllm_engine/compiling.py --out DIR [--models llama,gpt_oss] [--blocks 16,64] [--types quantkv_int4]
 
 Needs vLLM 0.33 with quantkv in the same environment, and a GPU. No network: weights at random, four layers, real heads and windows. Each
 model, block size and type is an engine in a process of its own, `--workers` at a time; its log is in DIR. Then come requests of many
@@ -75,6 +75,36 @@ MODELS = {
         "attention_bias": True,
         "rope_theta": 150000.0,
         "swiglu_limit": 7.0,
+    },
+    "mistral": {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 1024},
+    "qwen2": {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": 3584,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
+    "gemma2": {
+        "model_type": "gemma2",
+        "architectures": ["Gemma2ForCausalLM"],
+        "num_attention_heads": 16,
+        "head_dim": 256,
+        "sliding_window": 1024,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+    },
+    "phi3": {
+        "model_type": "phi3",
+        "architectures": ["Phi3ForCausalLM"],
+        "hidden_size": 3072,
+        "num_key_value_heads": 32,
+        "head_dim": None,
+        "sliding_window": 2047,
+        "original_max_position_embeddings": 32768,
     },
     "deepseek": {name: value for name, value in DEEPSEEK_V3.items() if name not in ("num_hidden_layers", "first_k_dense_replace")}
     | {"first_k_dense_replace": 4, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": None},
