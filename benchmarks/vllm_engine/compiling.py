@@ -47,19 +47,22 @@ BASE = {
     "attention_bias": False,
     "hidden_act": "silu",
 }
+GEMMA = {
+    "head_dim": 256,
+    "sliding_window": 1024,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
 MODELS = {
     "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
-    "gemma3": {
+    "gemma3": GEMMA
+    | {
         "model_type": "gemma3_text",
         "architectures": ["Gemma3ForCausalLM"],
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
-        "head_dim": 256,
-        "sliding_window": 1024,
-        "query_pre_attn_scalar": 256,
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-        "hidden_activation": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
     },
     "gpt_oss": {
         "model_type": "gpt_oss",
@@ -84,18 +87,14 @@ MODELS = {
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
     },
-    "gemma2": {
+    "gemma2": GEMMA
+    | {
         "model_type": "gemma2",
         "architectures": ["Gemma2ForCausalLM"],
         "num_attention_heads": 16,
-        "head_dim": 256,
-        "sliding_window": 1024,
-        "query_pre_attn_scalar": 256,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
     },
     "phi3": {
         "model_type": "phi3",
