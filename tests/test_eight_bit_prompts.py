@@ -170,11 +170,14 @@ def test_refused_by_name():
 
 
 def test_a_batch_without_prompts_is_served_by_all():
-    b = batch((3, 1), (40, 20), "int8")
+    b = batch((100, 28), (140, 40), "int8")
     assert b.call(prompt_precision="8bit").options.prompt_precision == "8bit", "the lengths are not known"
     assert b.call(prompt_precision="8bit", max_query_len=127).options.prompt_precision == "16bit"
     assert b.call(prompt_precision="8bit", max_query_len=128).options.prompt_precision == "8bit"
-    check(b, b.attend(prompt_precision="8bit", max_query_len=3, implementation="cpu"))
+    b = batch((100, 27), (140, 40), "int8")
+    assert b.call(prompt_precision="8bit").options.prompt_precision == "16bit", "fewer queries than a prompt has, all together"
+    b = batch((3, 1), (40, 20), "int8")
+    check(b, b.attend(prompt_precision="8bit", implementation="cpu"))
 
 
 class Rounded(Engine):

@@ -294,7 +294,8 @@ class AttendCall:
         """Refuse what has none but 16 bits; a batch that is known to hold no prompt is served by whoever serves it at 16 bits."""
         if fmt.latent:
             checks.refuse("prompt_precision", self.options.prompt_precision, f"scores of latents ({fmt.name}) are at 16bit")
-        if self.batch.max_query_len is not None and self.batch.max_query_len < PROMPT_QUERIES:
+        most = self.batch.max_query_len
+        if self.q.shape[0] < PROMPT_QUERIES or (most is not None and most < PROMPT_QUERIES):
             object.__setattr__(self, "options", replace(self.options, prompt_precision="16bit"))
 
     def _check_bias(self, queries: int) -> None:
