@@ -40,6 +40,7 @@ import signal
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 from answers import VOCABULARY
@@ -136,7 +137,11 @@ def engine(job: str, kv_type: str, out: Path, args) -> object:
 
     geometry = GEOMETRIES.get(job, LLAMA_8B)
     folder = Path(write_config(out / "models" / ("checkpoint" if job in FROM_CHECKPOINT else job), **geometry))
-    most = args.thinking[0] if job in REASONING else FIT.get(kv_type, 64) if job == "main" and args.fit else 64
+    most = max([64, *(int(size.split("x")[0]) for size in args.decode.split(",") if job in DECODING)])
+    if job in REASONING:
+        most = args.thinking[0]
+    elif job == "main" and args.fit:
+        most = max(most, FIT.get(kv_type, 0))
     graphs = [*(n for n in GRAPHS if n < most), most]
     options = common_arguments(kv_type, graphs) | {
         "load_format": "dummy",
@@ -236,7 +241,7 @@ def measure(job: str, kv_type: str, out: Path, args) -> dict:
         note("serving", scenarios.serving, args.requests, args.rate)
     if not computes_contexts(kv_type, args):
         scenarios.tile(llm, 128 if job in ("smoke", "invariant") else 4096)
-    scenario = scenarios.speculative if job in DRAFTS else scenarios.decode
+    scenario = partial(scenarios.speculative if job in DRAFTS else scenarios.decode, profile=args.profile)
     for size in args.decode.split(",") if job in DECODING else ["4x200"] if job in ("smoke", "invariant") else ["64x8192"]:
         note("drafts" if job in DRAFTS else "decode", scenario, *map(int, size.split("x")))
     if job == "main" and args.fit and kv_type in FIT:
@@ -282,6 +287,7 @@ def main() -> None:
     parser.add_argument("--jobs", default="main", help=f"of {', '.join(JOBS)}, separated by commas")
     parser.add_argument("--types", default="auto,fp8,int8_per_token_head,int4_per_token_head,quantkv_int8,quantkv_int4,quantkv_int2")
     parser.add_argument("--decode", default="64x8192,8x32768", help="sequences x context")
+    parser.add_argument("--profile", action="store_true", help="also where a step's time goes, by torch's profiler, of --decode")
     parser.add_argument("--requests", type=int, default=0, help="of the serving mix; 0: it is left out")
     parser.add_argument("--rate", type=float, default=12.0, help="requests a second that arrive in it")
     parser.add_argument("--fit", action="store_true", help="also all sequences of 8,192 that fit")

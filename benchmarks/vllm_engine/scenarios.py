@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import profiled
 import torch
 import workers
 from answers import Answer, compare, prompts
@@ -39,8 +40,8 @@ def begin(engine, inputs: list[dict], params: SamplingParams, limit: float = 60.
     return names, time.perf_counter() - start, steps
 
 
-def steady(engine, steps: int) -> dict:
-    """Tokens a second over `steps` steps, and the milliseconds of one."""
+def steady(engine, steps: int, profile: bool = False) -> dict:
+    """Tokens a second over `steps` steps, and the milliseconds of one. profile: then also where the time of further steps goes."""
     for _ in range(8):
         engine.step()
     torch.cuda.synchronize()
@@ -55,14 +56,15 @@ def steady(engine, steps: int) -> dict:
         "step_ms": round(seconds / steps * 1e3, 3),
         "step_ms_median": round(float(np.median(np.diff(times))) * 1e3, 3),
         "tokens_per_step": round(tokens / steps, 2),
+        **({"profile": profiled.of_steps(engine)} if profile else {}),
     }
 
 
-def decode(llm, sequences: int, context: int, steps: int = 128) -> dict:
+def decode(llm, sequences: int, context: int, steps: int = 128, profile: bool = False) -> dict:
     """All sequences decode, over contexts that count as computed."""
     engine = llm.llm_engine
     names, *_ = begin(engine, prompts(sequences, context), sampling(steps + 300))
-    found = {"sequences": len(names), "context": context, **steady(engine, steps)}
+    found = {"sequences": len(names), "context": context, **steady(engine, steps, profile)}
     drain(engine, names)
     return found
 
@@ -157,14 +159,14 @@ def serving(llm, requests: int, rate: float, new: int = 256, shortest: int = 512
     }
 
 
-def speculative(llm, sequences: int, context: int, steps: int = 64) -> dict:
+def speculative(llm, sequences: int, context: int, steps: int = 64, profile: bool = False) -> dict:
     """Sequences that verify drafts. Prompts repeat a few hundred tokens and answers may use those only, so that drafts are found in the
     text in nearly every step; how many tokens a step of all sequences accepts is in tokens_per_step."""
     engine, allowed = llm.llm_engine, list(range(3, 67))
     rng = np.random.default_rng(7)
     inputs = [{"prompt_token_ids": np.resize(rng.integers(3, 67, 256), context).tolist()} for _ in range(sequences)]
     names, _, _ = begin(engine, inputs, sampling(8 * steps, allowed_token_ids=allowed))
-    found = {"sequences": len(names), "context": context, **steady(engine, steps)}
+    found = {"sequences": len(names), "context": context, **steady(engine, steps, profile)}
     drain(engine, names)
     return found
 
