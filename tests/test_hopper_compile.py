@@ -121,6 +121,19 @@ def test_more_warps_keep_what_they_hold_in_registers(key, value, head_size, tmp_
     assert not [name for name in step(cubin) if name.startswith(("LDL", "STL"))]
 
 
+@pytest.mark.parametrize("key, packed_rows", [("int4", 4), ("levels4", 8)])
+def test_lengths_that_are_looked_at_on_the_device_stay_out_of_the_loop(key, packed_rows, tmp_path):
+    """And out of local memory, though the kernel has code for either way."""
+    plain = config(key, key, packed_rows=packed_rows)
+    steps = []
+    for name, each in (("plain", plain), ("either", replace(plain, unsplit=True, either=True))):
+        cubin = tmp_path / f"{name}.cubin"
+        cubin.write_bytes(build(each))
+        steps.append(len(step(cubin)))
+        assert not {"LDL", "STL"} & set(opcodes(cubin)), name
+    assert steps[1] <= steps[0] + 4 and each.stages == plain.stages
+
+
 def test_more_warps_only_where_they_have_room():
     assert config("int4", "int4", 256).with_more_warps is None is config("int4", "int4", packed_rows=8).with_more_warps
     assert config("int8", "int8").with_more_warps is None  # of the ring

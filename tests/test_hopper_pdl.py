@@ -40,20 +40,22 @@ def new_rows(b):
 
 
 @emulated
-@pytest.mark.parametrize("unsplit", [False, True])
+@pytest.mark.parametrize("unsplit, on_device", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("case", CASES)
-def test_new_rows_are_waited_for(case, unsplit, monkeypatch, tmp_path):
-    """And no warp waits before it comes to them."""
+def test_new_rows_are_waited_for(case, unsplit, on_device, monkeypatch, tmp_path):
+    """And no warp waits before it comes to them. on_device: that the call is unsplit is found there."""
     name, queries, lens, shape, options = CASES[case]
     hopper_ways.split(monkeypatch, not unsplit)
-    for name_of_limit in ("MOST_TILES_RAGGED", "SPARE_TILES"):
-        monkeypatch.setattr(whole, name_of_limit, 100)
+    monkeypatch.setattr(whole, "LEAST_ON_DEVICE", 0 if on_device else 1 << 30)
+    for name_of_limit, tiles in (("MOST_TILES_RAGGED", 0 if on_device else 100), ("SPARE_TILES", 100), ("SPARE_TILES_OF_FEW", 100)):
+        monkeypatch.setattr(whole, name_of_limit, tiles)
     device = Device(monkeypatch, tmp_path, 1 if unsplit else 4)  # long runs, and short ones
     b = SampleBatch.make(name, queries, lens, **{"head_size": 128, "num_kv_heads": 2, "group": 4, "dtype": torch.bfloat16, **shape})
     device.unwritten = new_rows(b)
     call = b.call(max_query_len=max(queries), max_seq_len=max(lens), **options)
     behind = hopper.Prepared(call, after_write=True)
     assert (behind.plan.main.unsplit is not None) == unsplit and behind.plan.main.config.pdl_after_write
+    assert behind.plan.main.config.either == (on_device and case != "a window")  # which bounds the tiles of each
     call.out.fill_(float("nan"))
     behind(call)
     assert device.early_copies() == EARLY[case]

@@ -283,3 +283,62 @@ def test_on_a_gpu(case):
     first = call.out.clone(), call.lse.clone()
     ops.attend(call, "hopper")
     assert torch.equal(call.out, first[0]) and torch.equal(call.lse, first[1]), "two runs of one input differ"
+
+
+EITHER = {  # queries, lengths, multiprocessors, shape, whether the device finds that the call is unsplit
+    "as long as each other": ((1,) * 3, (330, 320, 310), 6, {}, True),
+    "one is longer by little": ((1,) * 3, (330, 250, 330), 6, {}, True),
+    "one is much longer": ((1,) * 3, (900, 20, 33), 6, {}, False),
+    "two have no key": ((0, 0, 1), (0, 0, 900), 6, {}, False),
+    "more blocks than whole clusters": ((1,) * 4, (900, 890, 880, 900), 9, {"num_kv_heads": 1}, True),
+    "two packed rows' groups": ((4, 2, 1), (300, 310, 320), 12, {"head_size": 256, "group": 3}, True),
+    "a warp each": ((1,) * 8, (170, 140) * 4, 2, {"head_size": 64}, True),
+    "a warp each, one is longer": ((1,) * 8, (170,) * 7 + (700,), 2, {"head_size": 64}, False),
+    "16 packed rows": ((1,) * 2, (700, 650), 4, {"num_kv_heads": 1, "group": 16}, True),
+}
+
+
+@emulated
+@pytest.mark.parametrize(
+    "case, name", [(case, name) for case in EITHER for name in ("int4", "levels4", "bf16") if (case[:2], name) != ("16", "bf16")]
+)
+def test_lengths_that_the_host_does_not_know(case, name, monkeypatch, tmp_path):
+    """The device comes to what the host would have, with the bits of the way that it takes; both launches are there either way."""
+    queries, lens, multiprocessors, shape, found = EITHER[case]
+    b, device = batch(name, queries, lens, **shape), Device(monkeypatch, tmp_path, multiprocessors)
+    monkeypatch.setattr(unsplit, "LEAST_ON_DEVICE", 0)
+    monkeypatch.setattr(unsplit, "MOST_TILES_RAGGED", 0)
+    call = b.call(max_query_len=max(queries), max_seq_len=4096)
+    outputs = {}
+    for spare in (None, 1 << 20, -(1 << 20)):
+        with monkeypatch.context() as patch:
+            if spare is not None:
+                patch.setattr(unsplit, "SPARE_TILES", spare), patch.setattr(unsplit, "SPARE_TILES_OF_FEW", spare)
+            hopper_ways.split(patch, False)
+            prepared = hopper.prepare(call)
+            assert prepared.plan.main.config.either and len(prepared.launches) == 2
+            call.out.fill_(float("nan")), call.lse.fill_(float("nan"))
+            device.serve(call)
+        check(b, (call.out, call.lse))
+        outputs[spare] = call.out.clone(), call.lse.clone()
+    alike = {spare: all(map(torch.equal, outputs[None], outputs[spare])) for spare in outputs}
+    assert alike == {None: True, 1 << 20: found, -(1 << 20): not found}
+
+
+def test_which_calls_the_device_decides(monkeypatch):
+    """Those that would be unsplit if their lengths were even, of which the host does not know."""
+    monkeypatch.setattr(unsplit, "LEAST_ON_DEVICE", 0)
+    even, ragged = (batch("int4", (1,) * 8, lens) for lens in ((2500,) * 8, (2500,) * 7 + (100,)))
+
+    def of(b=even, **given):
+        part = hopper.Plan(b.call(max_query_len=1, **given), 16).main
+        return part.unsplit is not None, part.config.either
+
+    assert of() == of(ragged) == of(max_seq_len=100_000) == (True, True)
+    assert of(lengths=[(1, 2500)] * 8) == (True, False)
+    assert of(ragged, lengths=[(1, 2500)] * 7 + [(1, 100)]) == (False, False)
+    assert of(batch_invariant=True) == (False, False)
+    short = batch("int4", (1,) * 8, (60,) * 7 + (9,))
+    assert of(short) == (True, False)  # short runs, whoever is longer
+    monkeypatch.setattr(unsplit, "LEAST_ON_DEVICE", 17)
+    assert of() == (False, False)

@@ -180,6 +180,12 @@ CPU_FN int __reduce_add_sync(u32, int x) {
   for (int i = 0; i < 32; i++) sum += (int)lanes(i);
   return sum;
 }
+CPU_FN int __reduce_max_sync(u32, int x) {
+  const Lanes lanes = cpu_exchange((u32)x);
+  int most = (int)lanes(0);
+  for (int i = 1; i < 32; i++) most = (int)lanes(i) > most ? (int)lanes(i) : most;
+  return most;
+}
 CPU_FN int __ffs(int x) { return __builtin_ffs(x); }
 CPU_FN int __popc(u32 x) { return __builtin_popcount(x); }
 CPU_FN int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }

@@ -228,7 +228,9 @@ class Plan:
             blocks = max(1, multiprocessors * config.blocks_per_sm // packed_row_blocks)
             blocks = max(1, min(blocks, -(-_capacity(call, call.segments[i]) // config.warps)))
             config, whole = unsplit.choose(call, config, blocks, largest_cluster)
-            blocks = blocks if whole is None else whole.grid(seq_heads)
+            if whole is not None:
+                held = blocks // whole.blocks * whole.blocks if config.either else 0
+                blocks = max(whole.grid(seq_heads), held)
             resident = blocks * config.workers
             partial_slots = config.partials(longest_of_shape(call, call.segments[i])) if config.invariant else 0
             if whole is not None:
@@ -296,11 +298,10 @@ class Prepared:
             self.main.arguments.other_resident[place] = plan.parts[i].resident
             self.main.arguments.other_workers[place] = plan.parts[i].config.workers
             self.main.arguments.other_partial_slots[place] = plan.parts[i].partial_slots
-        if clusters is not None:
-            self.launches = [Launch(kernels[plan.combined[0]][0], plan.main.decode_grid, self.main.arguments, clusters.blocks)]
-            return
-        self.launches = [Launch(kernels[i][0], plan.parts[i].decode_grid, self.reads[i].arguments) for i in plan.launched]
-        self.launches.append(Launch(kernels[plan.combined[0]][1 + plan.by_blocks], plan.combine_grid, self.main.arguments))
+        cluster = 1 if clusters is None else clusters.blocks
+        self.launches = [Launch(kernels[i][0], plan.parts[i].decode_grid, self.reads[i].arguments, cluster) for i in plan.launched]
+        if clusters is None or plan.main.config.either:
+            self.launches.append(Launch(kernels[plan.combined[0]][1 + plan.by_blocks], plan.combine_grid, self.main.arguments))
 
     @cached_property
     def after_write(self) -> Prepared | None:

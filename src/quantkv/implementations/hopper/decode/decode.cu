@@ -5,10 +5,11 @@
 // packed query rows fill N; a packed query row is one query head of one query. For each sequence and kv head that a
 // warp touched it has a normalised partial and its base-2 log-sum-exp. Those in which the runs of a block's warps ended
 // are combined in the block; combine_kernel combines the rest. Where UNSPLIT, there is one launch: see unsplit.cuh.
+// Where that is EITHER, the lengths say so when they are read, and combine_kernel has nothing to do then.
 //
 // Compile-time, from warps.py: codecs KEY and VALUE; HEAD_SIZE KEY_SIZE VALUE_SIZE GROUP KV_HEADS BLOCK_SIZE
 // RECORD_BYTES KEY_MAP KEY_MEAN KEY_SIGNED VALUE_MAP QUERY_BF16 SOFTCAP RANGES SEVERAL_DECODES PDL_AFTER_WRITE
-// UNSPLIT SEGMENTS MAPPED_SEGMENTS EXACT; PACKED_ROWS BY_INTEGERS WARPS WORKER_WARPS BLOCKS_PER_SM STAGES
+// UNSPLIT EITHER SEGMENTS MAPPED_SEGMENTS EXACT; PACKED_ROWS BY_INTEGERS WARPS WORKER_WARPS BLOCKS_PER_SM STAGES
 // TILES_PER_STEP MAX_TILES; what it counts with too: TILE WORKER_BYTES BARRIER_BYTES ARGUMENT_BYTES PARTIAL_BYTES
 // PARTIALS_AT_ONCE COMBINE_PACKED_ROWS COMBINE_SEQUENCES COMBINE_WARPS, and of the codecs
 // KEY_DIMENSIONS KEY_BITS KEY_META_BYTES KEY_HALF KEY_ODD_UNIT KEY_TABLE_BYTES TABLES_BYTES VALUE_BITS
@@ -38,11 +39,11 @@ DI void score_key_means(const AttendArguments& a, const OwnQuery& query, int hea
 
 // What warps ended with, combined.
 DI void finish(const AttendArguments& a, const Sequences& sequences, const OwnRun& run, const Unsplit& unsplit,
-    int worker, const Work& work, int packed_row0) {
+    bool is_unsplit, int worker, const Work& work, int packed_row0) {
   const int warp = threadIdx.x / 32;
   int* ended_in = (int*)(shared + TABLES_BYTES + WARPS * WORKER_BYTES) + WARPS;
   if constexpr (UNSPLIT && INVARIANT) finish_unsplit_invariant(a, sequences, unsplit, warp, packed_row0);
-  else if constexpr (UNSPLIT) finish_unsplit(a, sequences, unsplit, warp, packed_row0);
+  else if (is_unsplit) finish_unsplit(a, sequences, unsplit, warp, packed_row0);
   else if (!INVARIANT)
     combine_ends(
         a, sequences, ended_in, worker, run.is_of(worker) ? work.seq_head(a) : -1, work.sequence, packed_row0);
@@ -61,7 +62,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
   Work work;
   OwnRun run;
   Unsplit unsplit;
-  if constexpr (UNSPLIT) unsplit.begin(a, sequences, warp, work.kv_head, work.sequence, work.tile, work.left);
+  const bool whole = is_unsplit(a, sequences);
+  if (whole) unsplit.begin(a, sequences, warp, work.kv_head, work.sequence, work.tile, work.left);
   else {
     run = OwnRun(sequences, a.resident);
     if (!run.is_of(worker - warp)) return;
@@ -151,5 +153,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
       given.ask(queries, a.key_map, sequences, work.sequence, work.kv_head, packed_row0);
     else given.forget();
   }
-  finish(a, sequences, run, unsplit, worker, work, packed_row0);
+  finish(a, sequences, run, unsplit, whole, worker, work, packed_row0);
 }

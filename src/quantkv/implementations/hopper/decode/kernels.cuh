@@ -47,7 +47,9 @@ DI void combine_ends(const AttendArguments& a, const Sequences& sequences, int* 
       NAME(const __grid_constant__ AttendArguments a) { \
     launch_next_kernel(); \
     const u16* map = a.value_map ? a.value_map + (i64)blockIdx.y * a.value_map_stride : nullptr; \
-    combine<N, S, COMBINERS>(a, sequences_of(a, a.key_start, a.key_range), map); \
+    const Sequences sequences = sequences_of(a, a.key_start, a.key_range); \
+    if (EITHER && is_unsplit(a, sequences)) wait_for_previous_kernel(); /* for who waits for this one alone */ \
+    else combine<N, S, COMBINERS>(a, sequences, map); \
   }
 COMBINE(combine_kernel, COMBINE_PACKED_ROWS, COMBINE_SEQUENCES, 1,
     COMBINE_SEQUENCES > 1 ? 1 : DV > 256 ? 3 : EXACT ? (D > 128 ? 2 : 4) : SEGMENTS > 1 ? 5 : 8)

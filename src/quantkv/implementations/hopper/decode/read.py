@@ -58,6 +58,7 @@ class Read:
             partial_slots=part.partial_slots,
             unsplit_blocks=part.unsplit.blocks if part.unsplit else 0,
             unsplit_warps=part.unsplit.warps if part.unsplit else 0,
+            unsplit_spare=(part.unsplit.spare or 0) if part.unsplit else 0,
             all_packed_rows=packed_rows,
             softcap=options.softcap * launch.LOG2E,
         )

@@ -106,6 +106,11 @@ struct Sequences {
     if (++s == count) s = 0, head++;
     tile = first_tile(s);
   }
+  DI int most_tiles() const {  // of a sequence
+    int most = 0;
+    for (int i = threadIdx.x % 32; i < count; i += 32) most = max(most, tiles(i));
+    return __reduce_max_sync(~0u, most);
+  }
   DI int total_tiles(int s, int& before) const {  // of all sequences, one head; before: of those before s
     int all = 0, some = 0;
     for (int i = threadIdx.x % 32; i < count; i += 32) {
@@ -170,4 +175,13 @@ struct OwnRun {
 
 DI Sequences sequences_of(const AttendArguments& a, const int* key_start, const int* key_range, int packed_row0 = 0) {
   return {a.seq_lens, a.cu_queries, key_start, key_range, a.sequences, a.window, a.chunk_lookback, packed_row0};
+}
+
+// Whether each (sequence, kv head) is read by its own warps. Where that is EITHER, as the lengths have it: if the
+// longest run of a warp then has few tiles more than an even share of all. All warps of a call come to the same.
+DI bool is_unsplit(const AttendArguments& a, const Sequences& sequences) {
+  if (!EITHER) return UNSPLIT;
+  int before;
+  const int warps = a.unsplit_blocks * a.unsplit_warps, run = (sequences.most_tiles() + warps - 1) / warps;
+  return (i64)(run - a.unsplit_spare) * a.resident <= (i64)sequences.total_tiles(0, before) * KV_HEADS;
 }

@@ -12,10 +12,13 @@ from .warps import COMBINE_WARPS, TILE, DecodeConfig
 
 # That the longest run of a warp may have beyond an even share of all tiles: they take less than a second launch and its combining, which
 # has little to combine where (sequence, kv head)s are few.
-SPARE_TILES, SPARE_TILES_OF_FEW, FEW = 6.0, 3.0, 16
+SPARE_TILES, SPARE_TILES_OF_FEW, FEW = 6, 3, 16
 # Where lengths may differ, tiles of a run, at most: the longest sequence decides, as no warp of another one helps it.
 MOST_TILES_RAGGED = 8
 EVEN = 1 / 32  # lengths are even where the longest is above their mean by no larger a part of it
+# (sequence, kv head)s, at least, of calls whose lengths the host does not know and the device looks at: more than there are, as no GPU has
+# run that (notebook/2026-11-28-captured-decode.md).
+LEAST_ON_DEVICE = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Unsplit:
     warps: int
     of_block: int  # (sequence, kv head)s of a block
     partials: int = 0  # capacity of a (sequence, kv head), where the cut is invariant
+    spare: int | None = None  # tiles that a run may have beyond an even share, where the lengths on the device say whether there are more
 
     def grid(self, seq_heads: int) -> int:
         """Blocks that have so many (sequence, kv head)s."""
@@ -35,11 +39,15 @@ class Unsplit:
         """Shared memory of a block for the partials of the packed query rows that it finishes."""
         return self.of_block * self.partials * -(-config.packed_rows // self.blocks) * config.partial_bytes
 
+    def of(self, config: DecodeConfig) -> DecodeConfig:
+        """The configuration that reads so."""
+        return replace(config, unsplit=True, either=self.spare is not None, partial_capacity=self.capacity(config))
+
     def has_capacity(self, config: DecodeConfig) -> bool:
         """Whether shared memory holds these too, and what combiners of partials come to, in float32, in place of the rings of its warps."""
         combiners = min(COMBINE_WARPS, -(-self.partials // config.partials_at_once))
         combined = -(-config.packed_rows // self.blocks) * combiners * 4 * (1024 // config.partials_at_once + 4)
-        all_ = replace(config, unsplit=True, partial_capacity=self.capacity(config)).shared_bytes
+        all_ = self.of(config).shared_bytes
         return all_ <= SHARED_BYTES - 1024 and combined <= self.warps * config.worker_bytes  # 1024: which a device keeps for itself
 
     def fit(self, kernel: Kernel, grid: tuple[int, int, int]) -> bool:
@@ -78,7 +86,7 @@ def choose(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster:
     they are split. With the configuration for it, which has more warps or fewer where the call is unsplit with these alone."""
     for each in (config, config.with_more_warps, config.with_fewer_warps):
         if each is not None and (found := _of(call, each, blocks, largest_cluster)):
-            return replace(each, unsplit=True, partial_capacity=found.capacity(each)), found
+            return found.of(each), found
     return config, None
 
 
@@ -104,16 +112,18 @@ def _of(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster: in
     run, share = -(-units // (cluster * warps)) * tiles / units, tiles * seq_heads / (blocks * config.warps)
     if config.invariant:
         share = max(share, tiles / units)  # that of any other way
-    if run > MOST_TILES_RAGGED and not by_window and not is_even(call.batch):
-        return None
-    return found if run - share <= (SPARE_TILES if seq_heads > FEW else SPARE_TILES_OF_FEW) else None
+    spare, even = SPARE_TILES if seq_heads > FEW else SPARE_TILES_OF_FEW, is_even(call.batch)
+    if run > MOST_TILES_RAGGED and not by_window and not even:
+        decides = even is None and not config.invariant and seq_heads >= LEAST_ON_DEVICE
+        return replace(found, spare=spare) if decides else None
+    return found if run - share <= spare else None
 
 
-def is_even(batch: Batch) -> bool:
-    """Whether the host knows that all sequences are about as long."""
+def is_even(batch: Batch) -> bool | None:
+    """Whether all sequences are about as long; None where the host does not know."""
     if batch.num_seqs <= 1:
         return True
     if batch.lengths is None:
-        return False
+        return None
     lengths = [tokens for _, tokens in batch.lengths]
     return max(lengths) * len(lengths) <= sum(lengths) * (1 + EVEN)

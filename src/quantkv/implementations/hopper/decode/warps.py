@@ -70,6 +70,7 @@ class DecodeConfig(CallShape):
     pdl_after_write: bool = False  # and the write of the queries' own tokens, right behind which it is launched
     partial_capacity: int = 0  # bytes of shared memory of a block for the partials where the call is unsplit and the cut invariant
     unsplit: bool = False  # the results of a sequence and kv head are its warps' own: no kernel combines them
+    either: bool = False  # that, or not, as the lengths have it when the kernel reads them
     by_integers: bool = False
     partials_first: int = 6  # of an invariant cut: 6 or 8, as the warps of a multiprocessor are 12 or 8
     exact: int = 0  # tokens of a page of the segment that the combine kernel attends to itself; 0: there is none
@@ -254,7 +255,8 @@ class DecodeConfig(CallShape):
             KEY_MEAN=int(self.key_mean), VALUE_MAP=self.value_map, QUERY_BF16=int(self.bf16), SOFTCAP=int(self.softcap),
             RANGES=int(self.ranges), SEVERAL_DECODES=int(self.several_decodes), SEGMENTS=self.segments,
             MAPPED_SEGMENTS=self.mapped_segments,
-            PDL_AFTER_WRITE=int(self.pdl_after_write), UNSPLIT=int(self.unsplit), LARGEST_CLUSTER=LARGEST_CLUSTER,
+            PDL_AFTER_WRITE=int(self.pdl_after_write), UNSPLIT=int(self.unsplit), EITHER=int(self.either),
+            LARGEST_CLUSTER=LARGEST_CLUSTER,
             INBOX_BYTES=self.inbox_bytes, CHUNKED=int(self.chunked), INVARIANT=int(self.invariant), SCALED=int(self.scaled),
             PARTIALS_FIRST=self.partials_first, PARTIAL_LEAST=self.partial_least, PARTIAL_MOST=PARTIAL_MOST,
             PARTIALS_ENOUGH=PARTIALS_ENOUGH // self.worker_warps, PARTIALS_AT_ONCE=self.partials_at_once,

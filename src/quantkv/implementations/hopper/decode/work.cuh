@@ -83,7 +83,7 @@ struct Work {
       const int& packed_row0, OwnEnd own_end, const bool& goes_on, u32* held) {
     if (INVARIANT) return own.next(a, sequences, kv_head, sequence);
     if (left == 0) return own_end();
-    if (goes_on || UNSPLIT) return held;
+    if (goes_on || UNSPLIT && !EITHER) return held;
     return a.partials + ((i64)(cut.workers + seq_head(a)) * a.all_packed_rows + packed_row0) * PARTIAL;
   }
   // To the next sequence, where this one is at its end.
