@@ -340,7 +340,7 @@ def test_scratch_follows_the_batch_and_not_the_block_table():
 def test_arguments_are_read_from_the_header():
     """Names and types, once: a pointer takes 8 bytes, and what follows lies where the device looks for it."""
     attend, write = (launch.arguments(name) for name in ("AttendArguments", "WriteArguments"))
-    assert len(attend._fields_) == 57 and len(write._fields_) == 20
+    assert len(attend._fields_) == 58 and len(write._fields_) == 20
     for name, offset in (("partials", 88), ("q_token", 96), ("page_stride", 112), ("table_width", 120), ("value_gain", 180)):
         assert getattr(attend, name).offset == offset
     for name, offset, size in (

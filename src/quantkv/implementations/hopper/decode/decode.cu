@@ -39,11 +39,11 @@ DI void score_key_means(const AttendArguments& a, const OwnQuery& query, int hea
 
 // What warps ended with, combined.
 DI void finish(const AttendArguments& a, const Sequences& sequences, const OwnRun& run, const Unsplit& unsplit,
-    bool is_unsplit, int worker, const Work& work, int packed_row0) {
+    bool runs_unsplit, int worker, const Work& work, int packed_row0) {
   const int warp = threadIdx.x / 32;
   int* ended_in = (int*)(shared + TABLES_BYTES + WARPS * WORKER_BYTES) + WARPS;
   if constexpr (UNSPLIT && INVARIANT) finish_unsplit_invariant(a, sequences, unsplit, warp, packed_row0);
-  else if (is_unsplit) finish_unsplit(a, sequences, unsplit, warp, packed_row0);
+  else if (runs_unsplit) finish_unsplit(a, sequences, unsplit, warp, packed_row0);
   else if (!INVARIANT)
     combine_ends(
         a, sequences, ended_in, worker, run.is_of(worker) ? work.seq_head(a) : -1, work.sequence, packed_row0);
@@ -62,8 +62,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
   Work work;
   OwnRun run;
   Unsplit unsplit;
-  const bool whole = is_unsplit(a, sequences);
-  if (whole) unsplit.begin(a, sequences, warp, work.kv_head, work.sequence, work.tile, work.left);
+  const bool runs_unsplit = is_unsplit(a, sequences);
+  if (runs_unsplit) unsplit.begin(a, sequences, warp, work.kv_head, work.sequence, work.tile, work.left);
   else {
     run = OwnRun(sequences, a.resident);
     if (!run.is_of(worker - warp)) return;
@@ -153,5 +153,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
       given.ask(queries, a.key_map, sequences, work.sequence, work.kv_head, packed_row0);
     else given.forget();
   }
-  finish(a, sequences, run, unsplit, whole, worker, work, packed_row0);
+  finish(a, sequences, run, unsplit, runs_unsplit, worker, work, packed_row0);
 }
