@@ -11,6 +11,7 @@ import xml.etree.ElementTree as ElementTree
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -305,6 +306,26 @@ def script_of(name):
     sys.modules[spec.name] = script  # dataclasses look their module up
     spec.loader.exec_module(script)
     return script
+
+
+def test_lengths_are_told_or_not_or_looked_at(monkeypatch, capsys):
+    """Each way answers as the reference, over even lengths and over others of the same pages; a wrong answer is said."""
+    script, wrong = script_of("captured_decode"), []
+    monkeypatch.setattr(script, "BATCHES", {"even": ("B4xL64xHQ4xHK1", ()), "ragged": ("B4xL64xHQ4xHK1", (160, 32, 32, 32))})
+    given = SimpleNamespace(format="int4", peers=None, rounds=1)
+    for name in script.BATCHES:
+        row = script.of_batch(name, CPU, given, wrong, "reference")
+        assert list(row["us"]) == ["told", "not told", "on the device"] and min(row["us"].values()) > 0
+    assert script.unsplit.LEAST_ON_DEVICE > 1 << 20  # as it was
+    assert not wrong and capsys.readouterr().out.count("on the device") == 2
+    problem = script.Problem(script.Shape.parse("B4xL64xHQ4xHK1"), CPU)
+    lens, table = script.cut(problem, (160, 32, 32, 32))
+    assert lens.tolist() == [160, 32, 32, 32] and table.shape == (4, 10)
+    used = [page for row, n in zip(table.tolist(), lens.tolist()) for page in row[: n // 16]]
+    assert sorted(used) == list(range(problem.num_blocks))
+    monkeypatch.setattr(script, "relative_error", lambda out, expected: 0.5)
+    script.of_batch("even", CPU, given, wrong, "reference")
+    assert len(wrong) == 3 and "differs from the reference" in wrong[0]
 
 
 def test_geometries_show_the_fastest_way_of_xqa():
