@@ -10,7 +10,6 @@ it). Answers are compared with those of the reference before anything is timed. 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ from quantkv.bench.problem import Problem, Unavailable
 from quantkv.bench.rivals import rivals
 from quantkv.bench.run import save_rows
 from quantkv.bench.shapes import Shape
-from quantkv.bench.timing import measure
+from quantkv.bench.timing import in_turns
 from quantkv.implementations.hopper.decode import unsplit
 from quantkv.prepared import prepare_attend
 from quantkv.testing import relative_error
@@ -72,11 +71,7 @@ def of_batch(name: str, device: torch.device, given: argparse.Namespace, wrong: 
             wrong.append(f"{name}, {way}: differs from the reference by {error:.1e}")
     if flash3 := of_flash3(problem, lens, given.peers):
         calls[FLASH3] = flash3
-    times: dict[str, list[float]] = {way: [] for way in calls}
-    for _ in range(given.rounds):
-        for way, call in calls.items():
-            times[way].append(measure(call, device)[0])
-    us = {way: statistics.median(all_) for way, all_ in times.items()}
+    us, spread = in_turns(calls, device, given.rounds)
     ratio = {way: us[FLASH3] / us[way] for way in WAYS if FLASH3 in us}
     print(
         f"{name:22}",
@@ -84,11 +79,7 @@ def of_batch(name: str, device: torch.device, given: argparse.Namespace, wrong: 
         sep="  ",
         flush=True,
     )
-    return {"batch": name, "shape": shape, "lengths": lens[:2], "format": given.format, "us": us, "spread_us": spread(times)}
-
-
-def spread(times: dict[str, list[float]]) -> dict[str, float]:
-    return {way: max(all_) - min(all_) for way, all_ in times.items()}
+    return {"batch": name, "shape": shape, "lengths": lens[:2], "format": given.format, "us": us, "spread_us": spread}
 
 
 def ours(

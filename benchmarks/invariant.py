@@ -10,7 +10,6 @@ is timed. Exit code 1 where one is wrong.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from quantkv.bench.contestants import TOLERANCE, filled
 from quantkv.bench.problem import Problem
 from quantkv.bench.run import save_rows
 from quantkv.bench.shapes import shapes
-from quantkv.bench.timing import measure
+from quantkv.bench.timing import in_turns
 from quantkv.prepared import prepare_attend
 from quantkv.testing import relative_error
 
@@ -65,18 +64,14 @@ def of_cache(problem: Problem, name: str, rounds: int, wrong: list[str]) -> dict
     for s in {0, shape.B - 1}:
         if not torch.equal(alone(cache, problem, s), out[s * shape.Q : (s + 1) * shape.Q]):
             wrong.append(f"{shape} {name}: sequence {s} alone has other bits")
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
-    for _ in range(rounds):
-        for way, call in calls.items():
-            times[way].append(measure(call, problem.q.device)[0])
-    us = {way: statistics.median(all_) for way, all_ in times.items()}
+    us, spread = in_turns(calls, problem.q.device, rounds)
     print(
         f"{shape!s:16} {name:8}",
         *(f"{way} {us[way]:8.1f} us" for way in WAYS),
         f"{us['batch_invariant'] / us['plain']:.3f} x plain",
         sep="  ",
     )
-    return {"shape": str(shape), "format": name, "us": us, "spread_us": {way: max(t) - min(t) for way, t in times.items()}}
+    return {"shape": str(shape), "format": name, "us": us, "spread_us": spread}
 
 
 def alone(cache: PagedCache, problem: Problem, s: int) -> torch.Tensor:

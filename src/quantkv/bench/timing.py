@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,15 @@ def measure(call: Call, device: torch.device, graph: bool = True, rounds: int = 
     captured = capture(call, calls)
     replay = statistics.median(_events(captured.replay, 3))
     return _rounds(captured.replay, replay, rounds) / calls, "graph"
+
+
+def in_turns(calls: Mapping[str, Call], device: torch.device, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Median microseconds of each call, and how far apart its rounds are. Calls take turns, so a change of clocks is shared by all."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times[name].append(measure(call, device)[0])
+    return {n: statistics.median(of) for n, of in times.items()}, {n: max(of) - min(of) for n, of in times.items()}
 
 
 def _rounds(call: Call, once: float, rounds: int) -> float:
