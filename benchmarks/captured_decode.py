@@ -2,9 +2,9 @@
 
     python benchmarks/captured_decode.py [--peers DIR] [--batches "GLM-4" ragged] [--format int4] [--json FILE]
 
-For each batch, in turns: microseconds of quantkv's Hopper kernels with lengths told, not told, and not told but looked at on the device
-(`LEAST_ON_DEVICE` of implementations/hopper/decode/unsplit.py), and of FlashAttention-3 over 16 bits (`--peers` as `quantkv bench` takes
-it). Answers are compared with those of the reference before anything is timed. Exit code 1 where one is wrong.
+For each batch, in turns: microseconds of quantkv's Hopper kernels with lengths told, with lengths that the device looks at, and with all
+sequences cut among all warps, whatever the lengths are; and of FlashAttention-3 over 16 bits (`--peers` as `quantkv bench` takes it).
+Answers are compared with those of the reference before anything is timed. Exit code 1 where one is wrong.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BATCHES = {  # a shape of as many tokens in all, and the lengths, where they are
     "ragged, 32/8 heads": ("B32xL7040", (98304, *[4096] * 31)),
 }
 FLASH3 = "FlashAttention-3"
-WAYS = {"told": (True, False), "not told": (False, False), "on the device": (False, True)}  # lengths told; looked at there
+WAYS = {"told": (True, False), "not told": (False, False), "always split": (False, True)}  # lengths told; always split
 
 
 def main() -> None:
@@ -83,18 +83,20 @@ def of_batch(name: str, device: torch.device, given: argparse.Namespace, wrong: 
 
 
 def ours(
-    problem: Problem, cache: PagedCache, lens: tuple[int, ...], told: bool, on_device: bool, implementation: str
+    problem: Problem, cache: PagedCache, lens: tuple[int, ...], told: bool, split: bool, implementation: str
 ) -> Callable[[], torch.Tensor]:
     """A prepared call, which has been made once."""
     seq_lens, table = cut(problem, lens)
     lengths = [(1, n) for n in seq_lens.tolist()] if told else None
     batch = dict(cu_seqlens_q=problem.cu_seqlens_q, seq_lens=seq_lens, block_table=table, scale=problem.scale)
     attend = prepare_attend(**batch, max_query_len=1, lengths=lengths, implementation=implementation)
-    least, unsplit.LEAST_ON_DEVICE = unsplit.LEAST_ON_DEVICE, 0 if on_device else unsplit.LEAST_ON_DEVICE
+    choose = unsplit.choose
+    if split:
+        unsplit.choose = lambda call, config, *_: (config, None)
     try:
         attend(cache, problem.q)
     finally:
-        unsplit.LEAST_ON_DEVICE = least
+        unsplit.choose = choose
     return lambda: attend(cache, problem.q)
 
 

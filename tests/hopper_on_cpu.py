@@ -129,12 +129,13 @@ def _tensor_map(address, bf16, shape, strides, rows):
 class Launch:
     """In place of launch.Launch."""
 
-    def __init__(self, kernel, grid, arguments, cluster=1):
-        self.kernel, self.grid, self.arguments, self.cluster = kernel, grid, arguments, cluster
+    def __init__(self, kernel, grid, arguments, cluster=1, threads=None):
+        self.kernel, self.grid, self.arguments, self.cluster, self.threads = kernel, grid, arguments, cluster, threads or kernel.threads
+        assert self.threads <= kernel.threads
 
     def __call__(self, stream):
         k = self.kernel
-        k.run(*self.grid, k.threads, ctypes.c_long(k.shared_bytes), self.cluster, ctypes.byref(self.arguments))
+        k.run(*self.grid, self.threads, ctypes.c_long(k.shared_bytes), self.cluster, ctypes.byref(self.arguments))
 
 
 class Device:

@@ -308,16 +308,16 @@ def script_of(name):
     return script
 
 
-def test_lengths_are_told_or_not_or_looked_at(monkeypatch, capsys):
+def test_lengths_are_told_or_not(monkeypatch, capsys):
     """Each way answers as the reference, over even lengths and over others of the same pages; a wrong answer is said."""
     script, wrong = script_of("captured_decode"), []
     monkeypatch.setattr(script, "BATCHES", {"even": ("B4xL64xHQ4xHK1", ()), "ragged": ("B4xL64xHQ4xHK1", (160, 32, 32, 32))})
-    given = SimpleNamespace(format="int4", peers=None, rounds=1)
+    given, choose = SimpleNamespace(format="int4", peers=None, rounds=1), script.unsplit.choose
     for name in script.BATCHES:
         row = script.of_batch(name, CPU, given, wrong, "reference")
-        assert list(row["us"]) == ["told", "not told", "on the device"] and min(row["us"].values()) > 0
-    assert script.unsplit.LEAST_ON_DEVICE > 1 << 20  # as it was
-    assert not wrong and capsys.readouterr().out.count("on the device") == 2
+        assert list(row["us"]) == ["told", "not told", "always split"] and min(row["us"].values()) > 0
+    assert script.unsplit.choose is choose  # as it was
+    assert not wrong and capsys.readouterr().out.count("always split") == 2
     problem = script.Problem(script.Shape.parse("B4xL64xHQ4xHK1"), CPU)
     lens, table = script.cut(problem, (160, 32, 32, 32))
     assert lens.tolist() == [160, 32, 32, 32] and table.shape == (4, 10)

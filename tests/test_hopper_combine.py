@@ -20,23 +20,26 @@ def partials(monkeypatch):
 
 @emulated
 @pytest.mark.parametrize(
-    "multiprocessors, kv_heads, lens, by_blocks",
+    "multiprocessors, kv_heads, group, lens, by_blocks, warps",
     [
-        (2, 1, (700,), False),
-        (4, 1, (700,), False),
-        (7, 1, (1000,), False),
-        (15, 2, (2000, 5), False),
-        (20, 1, (2700,), True),
-        (40, 1, (5200,), True),
+        (2, 1, 12, (700,), False, 4),
+        (4, 1, 20, (700,), False, 4),
+        (7, 1, 32, (1000,), False, 4),
+        (15, 2, 16, (2000, 5), False, 4),
+        (2, 1, 4, (700,), True, 4),
+        (7, 1, 4, (1000,), True, 4),
+        (15, 2, 4, (2000, 5), True, 4),
+        (20, 1, 4, (2700,), True, 8),
+        (40, 1, 4, (5200,), True, 8),
     ],
 )
-def test_rows_of_so_many_partials(multiprocessors, kv_heads, lens, by_blocks, monkeypatch, tmp_path):
-    """A warp loads two together, or four, or eight, or has several such batches."""
+def test_rows_of_so_many_partials(multiprocessors, kv_heads, group, lens, by_blocks, warps, monkeypatch, tmp_path):
+    """A warp loads two together, or four, or eight, or has several such batches; of a block each has some of a row's, or all of it."""
     device = Device(monkeypatch, tmp_path, multiprocessors)
-    b = SampleBatch.make("int4", (1,) * len(lens), lens, head_size=128, num_kv_heads=kv_heads, group=4, dtype=torch.bfloat16)
+    b = SampleBatch.make("int4", (1,) * len(lens), lens, head_size=128, num_kv_heads=kv_heads, group=group, dtype=torch.bfloat16)
     call = b.call(max_query_len=1)
     plan = hopper.Plan(call, multiprocessors)
-    assert plan.by_blocks == by_blocks and plan.main.decode_grid == (multiprocessors, 1, 1)
+    assert (plan.combine.by_blocks, plan.combine.threads) == (by_blocks, 32 * warps) and plan.main.decode_grid == (multiprocessors, 1, 1)
     device.serve(call)
     check(b, (call.out, call.lse))
 
@@ -50,7 +53,7 @@ def test_blocks_that_take_turns(name, queries, group, grid, monkeypatch, tmp_pat
     b = SampleBatch.make(name, queries, (90, 33, 40, 20), head_size=64, num_kv_heads=2, group=group, dtype=torch.bfloat16)
     call = b.call(max_query_len=max(queries))
     call.out.fill_(float("nan"))
-    assert hopper.Plan(call, 1).combine_grid == grid
+    assert hopper.Plan(call, 1).combine.grid == grid
     device.serve(call)
     check(b, (call.out, call.lse))
 
@@ -58,6 +61,6 @@ def test_blocks_that_take_turns(name, queries, group, grid, monkeypatch, tmp_pat
 def test_who_takes_turns(monkeypatch):
     def grid(multiprocessors, queries=(16, 16), head_size=128, **maps):
         b = SampleBatch.make("int4", queries, (40, 40), head_size=head_size, num_kv_heads=2, group=4, dtype=torch.bfloat16, **maps)
-        return hopper.Plan(b.call(max_query_len=max(queries)), multiprocessors).combine_grid
+        return hopper.Plan(b.call(max_query_len=max(queries)), multiprocessors).combine.grid
 
     assert grid(8) == (2, 2, 16) and grid(7) == (2, 2, 8) and grid(2) == (2, 2, 4) and grid(1, (1, 1)) == (2, 2, 1)

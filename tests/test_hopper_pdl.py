@@ -46,9 +46,9 @@ def test_new_rows_are_waited_for(case, unsplit, on_device, monkeypatch, tmp_path
     """And no warp waits before it comes to them. on_device: that the call is unsplit is found there."""
     name, queries, lens, shape, options = CASES[case]
     hopper_ways.split(monkeypatch, not unsplit)
-    monkeypatch.setattr(whole, "LEAST_ON_DEVICE", 0 if on_device else 1 << 30)
     for name_of_limit, tiles in (("MOST_TILES_RAGGED", 0 if on_device else 100), ("SPARE_TILES", 100), ("SPARE_TILES_OF_FEW", 100)):
         monkeypatch.setattr(whole, name_of_limit, tiles)
+    monkeypatch.setattr(whole, "MOST_OF_SHARE", 100)
     device = Device(monkeypatch, tmp_path, 1 if unsplit else 4)  # long runs, and short ones
     b = SampleBatch.make(name, queries, lens, **{"head_size": 128, "num_kv_heads": 2, "group": 4, "dtype": torch.bfloat16, **shape})
     device.unwritten = new_rows(b)
@@ -65,7 +65,7 @@ def test_new_rows_are_waited_for(case, unsplit, on_device, monkeypatch, tmp_path
 @emulated
 def test_who_has_no_read_behind_a_write(monkeypatch, tmp_path):
     Device(monkeypatch, tmp_path, 2)
-    monkeypatch.setattr(hopper, "_kernels", lambda *_: [SimpleNamespace()] * 3)
+    monkeypatch.setattr(hopper, "_kernels", lambda *_: [SimpleNamespace(threads=384)] * 3)
     b = SampleBatch.make("int4", (5, 4), (70, 90), head_size=128, group=4, dtype=torch.bfloat16)
     call = b.call(max_query_len=5)
     assert hopper.prepare(call).plan.main.config.worker_warps == wgmma.WORKER_WARPS and hopper.prepare(call).after_write is None

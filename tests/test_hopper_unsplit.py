@@ -191,7 +191,7 @@ CHOSEN = [  # on 132 multiprocessors: blocks and warps of a (sequence, kv head)
     (dict(sequences=4, tokens=4096), (4, 8)),
     (dict(sequences=1, tokens=65536), (16, 12)),
     (dict(sequences=1, tokens=131072), (16, 12)),
-    (dict(sequences=8, tokens=32768), None),  # lengths that may differ
+    (dict(sequences=8, tokens=32768), (2, 12)),  # lengths that may differ: the device decides
     (dict(sequences=8, tokens=32768, shortest=32768), (2, 12)),
     (dict(sequences=8, tokens=32768, shortest=25000), (2, 12)),  # the longest is above their mean by a 33rd of it
     (dict(sequences=8, tokens=32768, shortest=24000), None),
@@ -231,8 +231,15 @@ def test_warps_of_a_block():
     """More only where the call is unsplit with these alone."""
     plans = [hopper.Plan(meta_call(sequences, 1024, shortest=1024), 132).main.config for sequences in (128, 64)]
     assert [(config.warps, config.unsplit) for config in plans] == [(16, True), (12, True)]
-    ragged = hopper.Plan(meta_call(128, 1024), 132).main.config  # lengths that may differ
+    ragged = hopper.Plan(meta_call(20, 4096, shortest=100), 132).main.config
     assert (ragged.warps, ragged.unsplit) == (12, False)
+
+
+def test_warps_where_the_device_decides():
+    """Those by which even lengths are shared most evenly, if any do."""
+    plans = [hopper.Plan(meta_call(sequences, 8192), 132).main for sequences in (64, 112, 128, 160, 24, 340)]
+    found = [(plan.config.warps, plan.unsplit and plan.unsplit.warps) for plan in plans]
+    assert found == [(12, 3), (16, 2), (16, 2), (12, 1), (12, None), (12, None)]
 
 
 def test_a_cluster_of_16_is_one_of_8_where_that_is_the_largest():
@@ -306,8 +313,7 @@ def test_lengths_that_the_host_does_not_know(case, name, monkeypatch, tmp_path):
     """The device comes to what the host would have, with the bits of the way that it takes; both launches are there either way."""
     queries, lens, multiprocessors, shape, found = EITHER[case]
     b, device = batch(name, queries, lens, **shape), Device(monkeypatch, tmp_path, multiprocessors)
-    monkeypatch.setattr(unsplit, "LEAST_ON_DEVICE", 0)
-    monkeypatch.setattr(unsplit, "MOST_TILES_RAGGED", 0)
+    monkeypatch.setattr(unsplit, "MOST_TILES_RAGGED", 0), monkeypatch.setattr(unsplit, "MOST_OF_SHARE", 2)
     call = b.call(max_query_len=max(queries), max_seq_len=4096)
     outputs = {}
     for spare in (None, 1 << 20, -(1 << 20)):
@@ -325,9 +331,8 @@ def test_lengths_that_the_host_does_not_know(case, name, monkeypatch, tmp_path):
     assert alike == {None: True, 1 << 20: found, -(1 << 20): not found}
 
 
-def test_which_calls_the_device_decides(monkeypatch):
+def test_which_calls_the_device_decides():
     """Those that would be unsplit if their lengths were even, of which the host does not know."""
-    monkeypatch.setattr(unsplit, "LEAST_ON_DEVICE", 0)
     even, ragged = (batch("int4", (1,) * 8, lens) for lens in ((2500,) * 8, (2500,) * 7 + (100,)))
 
     def of(b=even, **given):
@@ -340,5 +345,3 @@ def test_which_calls_the_device_decides(monkeypatch):
     assert of(batch_invariant=True) == (False, False)
     short = batch("int4", (1,) * 8, (60,) * 7 + (9,))
     assert of(short) == (True, False)  # short runs, whoever is longer
-    monkeypatch.setattr(unsplit, "LEAST_ON_DEVICE", 17)
-    assert of() == (False, False)

@@ -34,6 +34,7 @@ using i64 = long long;
 #define __shared__ static
 #define threadIdx cpu_thread
 #define blockIdx cpu_block
+#define blockDim cpu_threads
 #define gridDim cpu_grid
 #define shared cpu_shared
 
@@ -67,7 +68,7 @@ struct CpuBlock {  // while another of its cluster runs, what the variables belo
 CPU_VAR std::vector<CpuBlock>* cpu_cluster;
 CPU_VAR CpuBlock* cpu_own;
 CPU_VAR int cpu_cluster_arrived;  // threads of all its blocks
-CPU_VAR Index cpu_thread, cpu_block, cpu_grid;
+CPU_VAR Index cpu_thread, cpu_block, cpu_threads, cpu_grid;
 CPU_VAR u8* cpu_shared;
 CPU_VAR u32 cpu_origin;  // its 32-bit address: in the highest byte the block of a cluster
 CPU_VAR size_t cpu_shared_size;
@@ -484,7 +485,8 @@ CPU_FN void cpu_launch(
     void (*kernel)(), int grid_x, int grid_y, int grid_z, int threads, size_t shared_bytes, int cluster = 1) {
   std::vector<CpuBlock> blocks(cluster);
   if (grid_x % cluster) cpu_fail("blocks are no whole clusters", grid_x);
-  cpu_kernel = kernel, cpu_shared_size = shared_bytes, cpu_cluster = &blocks, cpu_grid = {grid_x, grid_y, grid_z};
+  cpu_kernel = kernel, cpu_shared_size = shared_bytes, cpu_cluster = &blocks,
+  cpu_threads = {threads, 1, 1}, cpu_grid = {grid_x, grid_y, grid_z};
   for (int i = 0; i < grid_x * grid_y * grid_z; i += cluster) {
     cpu_cluster_arrived = 0;
     for (int b = 0; b < cluster; b++)

@@ -241,7 +241,7 @@ class Plan:
             self.scratch_bytes += size
         self.main = self.parts[self.combined[0]]
         partials = sum(part.partial_slots for part in self.parts.values())
-        self.by_blocks, self.combine_grid = combine.launched(self.main.config, sequences, packed_rows, partials, multiprocessors)
+        self.combine = combine.launched(self.main.config, sequences, packed_rows, partials, multiprocessors)
 
 
 @cache
@@ -301,7 +301,8 @@ class Prepared:
         cluster = 1 if clusters is None else clusters.blocks
         self.launches = [Launch(kernels[i][0], plan.parts[i].decode_grid, self.reads[i].arguments, cluster) for i in plan.launched]
         if clusters is None or plan.main.config.either:
-            self.launches.append(Launch(kernels[plan.combined[0]][1 + plan.by_blocks], plan.combine_grid, self.main.arguments))
+            kernel = kernels[plan.combined[0]][1 + plan.combine.by_blocks]
+            self.launches.append(Launch(kernel, plan.combine.grid, self.main.arguments, threads=plan.combine.threads))
 
     @cached_property
     def after_write(self) -> Prepared | None:

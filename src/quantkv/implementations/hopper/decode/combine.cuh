@@ -122,9 +122,10 @@ struct Combined {
     }
   }
 
-  // Into combiner 0: what the others have of the same row. combined [COMBINERS * ROWS]: a row of each, its maximum and
-  // its sum behind it.
-  template <int COMBINERS, int ROWS> DI void across(float (*rows)[WIDTH + 4], int r, int combiner) {
+  // Into combiner 0: what the others, `combiners` with it, have of the same row. combined [COMBINERS * ROWS]: a row of
+  // each, its maximum and its sum behind it.
+  template <int COMBINERS, int ROWS>
+  DI void across(float (*rows)[WIDTH + 4], int r, int combiner, int combiners = COMBINERS) {
     const int lane = threadIdx.x % 32;
     const auto combined = (float(*)[ROWS][WIDTH + 4])rows;
     put(combined[combiner][r]);
@@ -135,13 +136,15 @@ struct Combined {
     } else if (combiner == 0) {
       const float own = top;
 #pragma unroll
-      for (int w = 1; w < COMBINERS; w++) top = fmaxf(top, combined[w][r][WIDTH]);
+      for (int w = 1; w < COMBINERS; w++)
+        if (w < combiners) top = fmaxf(top, combined[w][r][WIDTH]);
       float weight = top == minus_infinity() ? 0.f : pow2(own - top);
       sum *= weight;
 #pragma unroll
       for (int d = 0; d < E; d++) x[d][0] *= weight;
 #pragma unroll
       for (int w = 1; w < COMBINERS; w++) {
+        if (w >= combiners) break;
         weight = top == minus_infinity() ? 0.f : pow2(combined[w][r][WIDTH] - top);
         sum += weight * combined[w][r][WIDTH + 1];
 #pragma unroll
@@ -216,11 +219,12 @@ DI void write_outputs(const AttendArguments& a, const Combined& all, i64 out_row
   }
 }
 
-// Combines the partials of N packed query rows of S sequences (COMBINERS warps for each), from blockIdx.x * S on, and
-// kv head blockIdx.y, and where packed query rows are many (IN_TURNS) those gridDim.z * N further, and so on: what is
-// counted of a (sequence, kv head) is counted once. Adds the sinks, applies the values' map: the signs of a Hadamard
-// matrix (null: all positive) or the rows of any other, times a.value_gain. Segments whose values have no map beside
-// those that share one are combined apart, and added behind it; so are exact tokens, which are attended to here.
+// Combines the partials of N packed query rows of S sequences (COMBINERS warps for each; of one row, fewer where
+// COMBINERS_VARY), from blockIdx.x * S on, and kv head blockIdx.y, and where packed query rows are many (IN_TURNS) those
+// gridDim.z * N further, and so on: what is counted of a (sequence, kv head) is counted once. Adds the sinks, applies
+// the values' map: the signs of a Hadamard matrix (null: all positive) or the rows of any other, times a.value_gain.
+// Segments whose values have no map beside those that share one are combined apart, and added behind it; so are exact
+// tokens, which are attended to here.
 template <int N, int S, int COMBINERS>
 DI void combine(const AttendArguments& a, const Sequences& sequences, const u16* value_map) {
   constexpr int E = Combined::E, WIDTH = Combined::WIDTH, OTHERS = SEGMENTS > 1 ? SEGMENTS - 1 : 1;
@@ -232,8 +236,9 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
   __shared__ __align__(16) float combined[(EXACT ? ATTENDING : COMBINERS) * N * S][WIDTH + 4];
   // combined rows as fp16 pairs, and what that rounding left
   __shared__ __align__(16) u32 parts[2][N * S][WIDTH / 2 + 4];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = warp / COMBINERS, combiner = warp % COMBINERS,
-            head = blockIdx.y;
+  constexpr bool VARY = COMBINERS_VARY && N * S == 1;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, combiners = VARY ? blockDim.x / 32 : COMBINERS,
+            r = VARY ? 0 : warp / COMBINERS, combiner = VARY ? warp : warp % COMBINERS, head = blockIdx.y;
   int packed_row0 = blockIdx.z * N;
   auto sequence = [&](int r) { return (int)blockIdx.x * S + r / N; };
   auto packed_row = [&](int r) { return packed_row0 + r % N; };
@@ -280,7 +285,7 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
   wait_for_previous_kernel();  // all that was read so far is older than the decode kernels
   const auto add = [&](Combined& to, const u32* all, const Partials& partials) {
     if (INVARIANT && COMBINERS == 1) to.add_in_order(all, partials, a.all_packed_rows, packed_row(r));
-    else to.add(all, partials, a.all_packed_rows, packed_row(r), combiner, COMBINERS);
+    else to.add(all, partials, a.all_packed_rows, packed_row(r), combiner, combiners);
   };
   while (true) {
     if (mine) add(all, a.partials, partials);
@@ -291,7 +296,7 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
       }
     }
     if constexpr (COMBINERS > 1) {
-      all.template across<COMBINERS, N * S>(combined, r, combiner);
+      all.template across<COMBINERS, N * S>(combined, r, combiner, combiners);
       if constexpr (APART && !EXACT) __syncthreads(), plain.template across<COMBINERS, N * S>(combined, r, combiner);
     }
     if (mine && combiner == 0) {

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from .warps import COMBINE_PACKED_ROWS, COMBINE_WARPS, DecodeConfig
 
 BLOCKS = 8  # of combine_kernel, that a multiprocessor has at once
+BLOCKS_OF_HALF = 4  # of combine_one_kernel with half its warps
 
 
-def launched(
-    config: DecodeConfig, sequences: int, packed_rows: int, partials: int, multiprocessors: int
-) -> tuple[bool, tuple[int, int, int]]:
-    """Whether a block combines each row, or a warp, and the grid of the kernel that does. partials: that a sequence and kv head has room
-    for, where the cut is invariant."""
-    seq_heads = sequences * config.kv_heads
+@dataclass(frozen=True)
+class Combine:
+    """How partials are combined: whether a block combines each packed query row, or a warp, and the grid and the threads of a block of the
+    kernel that does."""
+
+    by_blocks: bool
+    grid: tuple[int, int, int]
+    threads: int
+
+
+def launched(config: DecodeConfig, sequences: int, packed_rows: int, partials: int, multiprocessors: int) -> Combine:
+    """What suits so many sequences. partials: that a sequence and kv head has room for, where the cut is invariant."""
+    seq_heads, warps = sequences * config.kv_heads, COMBINE_WARPS
     if config.invariant:
         blocks = by_blocks(seq_heads * packed_rows, partials, config.partials_at_once, multiprocessors)
-    else:
-        blocks = multiprocessors >= 8 * seq_heads  # few sequences: with more than eight partials each
+    elif multiprocessors >= 8 * seq_heads:
+        blocks = True  # few sequences: with more than eight partials each
+    else:  # one that is longer than the others may have as many, and the host may not know: if all rows have a block at once
+        blocks = config.combiners_vary and seq_heads * packed_rows <= BLOCKS_OF_HALF * multiprocessors
+        warps = COMBINE_WARPS // 2
     if blocks:
-        return True, (sequences, config.kv_heads, packed_rows)
-    across = -(-sequences // config.combine_sequences), -(-packed_rows // COMBINE_PACKED_ROWS)
-    return False, (across[0], config.kv_heads, -(-across[1] // turns(config, across[0] * config.kv_heads * across[1], multiprocessors)))
+        return Combine(True, (sequences, config.kv_heads, packed_rows), 32 * warps)
+    across, groups = -(-sequences // config.combine_sequences), -(-packed_rows // COMBINE_PACKED_ROWS)
+    in_turn = turns(config, across * config.kv_heads * groups, multiprocessors)
+    return Combine(False, (across, config.kv_heads, -(-groups // in_turn)), 32 * COMBINE_PACKED_ROWS * config.combine_sequences)
 
 
 def by_blocks(rows: int, partials: int, at_once: int, multiprocessors: int) -> bool:

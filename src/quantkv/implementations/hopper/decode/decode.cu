@@ -11,7 +11,7 @@
 // RECORD_BYTES KEY_MAP KEY_MEAN KEY_SIGNED VALUE_MAP QUERY_BF16 SOFTCAP RANGES SEVERAL_DECODES PDL_AFTER_WRITE
 // UNSPLIT EITHER SEGMENTS MAPPED_SEGMENTS EXACT; PACKED_ROWS BY_INTEGERS WARPS WORKER_WARPS BLOCKS_PER_SM STAGES
 // TILES_PER_STEP MAX_TILES; what it counts with too: TILE WORKER_BYTES BARRIER_BYTES ARGUMENT_BYTES PARTIAL_BYTES
-// PARTIALS_AT_ONCE COMBINE_PACKED_ROWS COMBINE_SEQUENCES COMBINE_WARPS, and of the codecs
+// PARTIALS_AT_ONCE COMBINE_PACKED_ROWS COMBINE_SEQUENCES COMBINE_WARPS COMBINERS_VARY, and of the codecs
 // KEY_DIMENSIONS KEY_BITS KEY_META_BYTES KEY_HALF KEY_ODD_UNIT KEY_TABLE_BYTES TABLES_BYTES VALUE_BITS
 // VALUE_META_BYTES.
 #include "query_mapper.cuh"
@@ -62,7 +62,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
   Work work;
   OwnRun run;
   Unsplit unsplit;
-  const bool runs_unsplit = is_unsplit(a, sequences);
+  if (EITHER) Unsplit(a, warp).ask_for_pages(a, warp);  // beside the lengths
+  const bool runs_unsplit = is_unsplit(a, sequences), shares_queries = SHARED_QUERIES && runs_unsplit;
   if (runs_unsplit) unsplit.begin(a, sequences, warp, work.kv_head, work.sequence, work.tile, work.left);
   else {
     run = OwnRun(sequences, a.resident);
@@ -71,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
     work.take(run);
   }
   GivenQuery given;
-  const auto is_mapper = [&](int nt) { return !SHARED_QUERIES || min(nt, unsplit.warps - 1) == warp - unsplit.first; };
+  const auto is_mapper = [&](int nt) { return !shares_queries || min(nt, unsplit.warps - 1) == warp - unsplit.first; };
   if (KEY_MAP != MATRIX)
     given.ask(queries, a.key_map, sequences, work.sequence, work.kv_head, packed_row0, is_mapper);
   u32 ring = shared_address(shared) + TABLES_BYTES + warp * WORKER_BYTES;
@@ -94,13 +95,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
     mapper.finish(begun_in);
     __syncthreads();
   }
-  if constexpr (SHARED_QUERIES)
-    query.share(given, ring + MAPPED_AT, ring - (warp - unsplit.first) * WORKER_BYTES + QUERIES_AT, is_mapper);
+  if constexpr (SHARED_QUERIES) {
+    if (shares_queries)
+      query.share(given, ring + MAPPED_AT, ring - (warp - unsplit.first) * WORKER_BYTES + QUERIES_AT, is_mapper);
+  }
   while (work.left > 0) {
     work.begin_stretch(a, sequences);
     if (work.end > work.tile) {
       if (work.needs_queries()) {
-        if constexpr (!SHARED_QUERIES)
+        if (!shares_queries)
           query.load(given, KEY_MAP == MATRIX ? mapper.mapped(begun_in, work.seq_head(a)) : ring + MAPPED_AT,
               ring + QUERIES_AT);
         work.begin_sequence(sequences, window);
@@ -149,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
       work.is_held = goes_on;
     }
     work.end_stretch(a, sequences);
-    if (KEY_MAP != MATRIX && !SHARED_QUERIES && work.left > 0 && work.needs_queries())
+    if (KEY_MAP != MATRIX && !shares_queries && work.left > 0 && work.needs_queries())
       given.ask(queries, a.key_map, sequences, work.sequence, work.kv_head, packed_row0);
     else given.forget();
   }

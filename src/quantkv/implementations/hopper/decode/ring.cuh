@@ -15,5 +15,5 @@ static_assert(WORKER_BYTES == MAPPED_AT + MAPPED_BYTES, "shared memory is laid o
 // Where spilled queries are. Warps of a block that have one (sequence, kv head) map these together; but not integers,
 // which each makes for itself, and not where what one of them ends with would go over them.
 constexpr int QUERIES_AT = ASSEMBLED ? MAPPED_AT : SPILLED_AT;
-constexpr bool SHARED_QUERIES = UNSPLIT && !EITHER && SPILLED && !BY_INTEGERS && KEY_MAP != MATRIX &&
+constexpr bool SHARED_QUERIES = UNSPLIT && SPILLED && !BY_INTEGERS && KEY_MAP != MATRIX &&
     (INVARIANT || QUERIES_AT >= PACKED_ROWS * PARTIAL_BYTES);

@@ -106,10 +106,13 @@ struct Sequences {
     if (++s == count) s = 0, head++;
     tile = first_tile(s);
   }
-  DI int most_tiles() const {  // of a sequence
-    int most = 0;
-    for (int i = threadIdx.x % 32; i < count; i += 32) most = max(most, tiles(i));
-    return __reduce_max_sync(~0u, most);
+  DI void most_and_total_tiles(int& most, int& all) const {  // of a sequence, of one head; of all of them
+    most = all = 0;
+    for (int i = threadIdx.x % 32; i < count; i += 32) {
+      const int n = tiles(i);
+      most = max(most, n), all += n;
+    }
+    most = __reduce_max_sync(~0u, most), all = __reduce_add_sync(~0u, all);
   }
   DI int total_tiles(int s, int& before) const {  // of all sequences, one head; before: of those before s
     int all = 0, some = 0;
@@ -181,7 +184,8 @@ DI Sequences sequences_of(const AttendArguments& a, const int* key_start, const 
 // longest run of a warp then has few tiles more than an even share of all. All warps of a call come to the same.
 DI bool is_unsplit(const AttendArguments& a, const Sequences& sequences) {
   if (!EITHER) return UNSPLIT;
-  int before;
-  const int warps = a.unsplit_blocks * a.unsplit_warps, run = (sequences.most_tiles() + warps - 1) / warps;
-  return (i64)(run - a.unsplit_spare) * a.resident <= (i64)sequences.total_tiles(0, before) * KV_HEADS;
+  int most, all;
+  sequences.most_and_total_tiles(most, all);
+  const int warps = a.unsplit_blocks * a.unsplit_warps, run = (most + warps - 1) / warps;
+  return (i64)(run - a.unsplit_spare) * a.resident <= (i64)all * KV_HEADS;
 }

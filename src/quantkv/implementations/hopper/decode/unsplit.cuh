@@ -76,7 +76,7 @@ struct Unsplit {
       const AttendArguments& a, const Sequences& sequences, int warp, int& head, int& s, int& tile, int& left) {
     *this = Unsplit(a, warp), head = this->head, s = this->s;
     open();
-    ask_for_pages(a, warp);
+    if (!EITHER) ask_for_pages(a, warp);
     take(sequences, warp, tile, left);
   }
 };

@@ -16,9 +16,7 @@ SPARE_TILES, SPARE_TILES_OF_FEW, FEW = 6, 3, 16
 # Where lengths may differ, tiles of a run, at most: the longest sequence decides, as no warp of another one helps it.
 MOST_TILES_RAGGED = 8
 EVEN = 1 / 32  # lengths are even where the longest is above their mean by no larger a part of it
-# (sequence, kv head)s, at least, of calls whose lengths the host does not know and the device looks at: more than there are, as no GPU has
-# run that (notebook/2026-11-28-captured-decode.md).
-LEAST_ON_DEVICE = 1 << 30
+MOST_OF_SHARE = 1.25  # that the longest run is of an even share, where the host does not know lengths, and they turn out to be even
 
 
 @dataclass(frozen=True)
@@ -114,8 +112,8 @@ def _of(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster: in
         share = max(share, tiles / units)  # that of any other way
     spare, even = SPARE_TILES if seq_heads > FEW else SPARE_TILES_OF_FEW, is_even(call.batch)
     if run > MOST_TILES_RAGGED and not by_window and not even:
-        decides = even is None and not config.invariant and seq_heads >= LEAST_ON_DEVICE
-        return replace(found, spare=spare) if decides else None
+        decides = even is None and not config.invariant and run <= MOST_OF_SHARE * share
+        return replace(found, spare=spare) if decides else None  # the device does
     return found if run - share <= spare else None
 
 

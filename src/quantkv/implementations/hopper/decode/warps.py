@@ -181,6 +181,11 @@ class DecodeConfig(CallShape):
         return 1 if self.value_map != "MATRIX" else 4 if self.head_size_v <= 256 else 2  # as shared memory allows
 
     @property
+    def combiners_vary(self) -> bool:
+        """Whether combine_one_kernel may have fewer warps than COMBINE_WARPS."""
+        return self.segments == 1 and not self.exact and not self.invariant and self.value_map != "MATRIX"
+
+    @property
     def worker_bytes(self) -> int:
         """Shared memory of a warp: as MAPPED_AT in ring.cuh, and mapped queries."""
         ring = self.stages * self.tile_bytes + self.beside_ring
@@ -265,6 +270,7 @@ class DecodeConfig(CallShape):
             BLOCKS_PER_SM=self.blocks_per_sm, STAGES=self.stages, TILES_PER_STEP=self.tiles_per_step, MAX_TILES=MAX_TILES, TILE=TILE,
             WORKER_BYTES=self.worker_bytes, BARRIER_BYTES=BARRIER_BYTES, PARTIAL_BYTES=self.partial_bytes,
             COMBINE_PACKED_ROWS=COMBINE_PACKED_ROWS, COMBINE_SEQUENCES=self.combine_sequences, COMBINE_WARPS=COMBINE_WARPS,
+            COMBINERS_VARY=int(self.combiners_vary),
             ARGUMENT_BYTES=sizeof(arguments("AttendArguments")),
         )  # fmt: skip
 

@@ -132,7 +132,7 @@ def load(cubin: bytes, index: int):
         return ObjectCode.from_cubin(cubin)
 
 
-def _config(kernel: Kernel, grid: tuple[int, int, int], cluster: int):
+def _config(kernel: Kernel, grid: tuple[int, int, int], cluster: int, threads: int | None = None):
     """How a kernel is launched: it may start while the previous one drains."""
     from cuda.bindings import driver
 
@@ -141,7 +141,7 @@ def _config(kernel: Kernel, grid: tuple[int, int, int], cluster: int):
     overlap.value.programmaticStreamSerializationAllowed = 1
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
-    config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads or kernel.threads, 1, 1
     config.sharedMemBytes, config.hStream = kernel.shared_bytes, driver.CUstream(0)
     attributes = [overlap]
     if cluster > 1:
@@ -155,12 +155,14 @@ def _config(kernel: Kernel, grid: tuple[int, int, int], cluster: int):
 
 class Launch:
     """A kernel with its grid, over one struct of arguments: it may start while the previous kernel of the stream drains. cluster:
-    neighbouring blocks that read each other's shared memory."""
+    neighbouring blocks that read each other's shared memory. threads: of a block, where they are fewer than the kernel has at most."""
 
-    def __init__(self, kernel: Kernel, grid: tuple[int, int, int], arguments: ctypes.Structure, cluster: int = 1):
+    def __init__(
+        self, kernel: Kernel, grid: tuple[int, int, int], arguments: ctypes.Structure, cluster: int = 1, threads: int | None = None
+    ):
         from cuda.bindings import driver
 
-        self.kernel, self.config, self.function, self.stream = kernel, _config(kernel, grid, cluster), kernel.function, 0
+        self.kernel, self.config, self.function, self.stream = kernel, _config(kernel, grid, cluster, threads), kernel.function, 0
         self.launch, self.make_stream = driver.cuLaunchKernelEx, driver.CUstream
         self.arguments, self.pointers = arguments, (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         self.address = ctypes.addressof(self.pointers)
