@@ -329,7 +329,7 @@ def test_no_more_blocks_than_are_resident(name, sequences, length):
 
 
 def test_scratch_follows_the_batch_and_not_the_block_table():
-    most = 4 << 20
+    most = 5 << 20  # partials of 16 warps of each of 132 blocks, and one of each (sequence, kv head)
     wide = plan_of((1024,) * 256, width=131072 // 16)
     assert wide.scratch_bytes <= most
     assert plan_of((1024,) * 256, 1024, width=131072 // 16).scratch_bytes <= wide.scratch_bytes

@@ -220,11 +220,11 @@ DI void write_outputs(const AttendArguments& a, const Combined& all, i64 out_row
 }
 
 // Combines the partials of N packed query rows of S sequences (COMBINERS warps for each; of one row, fewer where
-// COMBINERS_VARY), from blockIdx.x * S on, and kv head blockIdx.y, and where packed query rows are many (IN_TURNS) those
-// gridDim.z * N further, and so on: what is counted of a (sequence, kv head) is counted once. Adds the sinks, applies
-// the values' map: the signs of a Hadamard matrix (null: all positive) or the rows of any other, times a.value_gain.
-// Segments whose values have no map beside those that share one are combined apart, and added behind it; so are exact
-// tokens, which are attended to here.
+// COMBINERS_VARY), from blockIdx.x * S on, and kv head blockIdx.y, and where packed query rows are many (IN_TURNS)
+// those gridDim.z * N further, and so on: what is counted of a (sequence, kv head) is counted once. Adds the sinks,
+// applies the values' map: the signs of a Hadamard matrix (null: all positive) or the rows of any other, times
+// a.value_gain. Segments whose values have no map beside those that share one are combined apart, and added behind it;
+// so are exact tokens, which are attended to here.
 template <int N, int S, int COMBINERS>
 DI void combine(const AttendArguments& a, const Sequences& sequences, const u16* value_map) {
   constexpr int E = Combined::E, WIDTH = Combined::WIDTH, OTHERS = SEGMENTS > 1 ? SEGMENTS - 1 : 1;
