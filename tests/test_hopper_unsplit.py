@@ -231,8 +231,8 @@ def test_warps_of_a_block():
     """More only where the call is unsplit with these alone."""
     plans = [hopper.Plan(meta_call(sequences, 1024, shortest=1024), 132).main.config for sequences in (128, 64)]
     assert [(config.warps, config.unsplit) for config in plans] == [(16, True), (12, True)]
-    ragged = hopper.Plan(meta_call(20, 4096, shortest=100), 132).main.config
-    assert (ragged.warps, ragged.unsplit) == (12, False)
+    ragged = hopper.Plan(meta_call(20, 4096, shortest=100), 132).main
+    assert ragged.config.warps == 12 and ragged.unsplit is None
 
 
 def test_warps_where_the_device_decides():
@@ -274,7 +274,7 @@ def test_what_a_device_without_large_clusters_needs_is_compiled_too(monkeypatch)
     monkeypatch.setattr(hopper.launch, "device_index", lambda device: 0)
     monkeypatch.setattr(hopper.launch, "multiprocessors", lambda index: 132)
     call = meta_call(1, 8192)
-    assert sorted(config.unsplit for config in hopper.compiled_for(call)) == [False, True]
+    assert sorted((config.warps, config.either) for config in hopper.compiled_for(call)) == [(8, False), (8, True)]
     assert hopper.scratch_bytes(call) == hopper.Plan(call, 132, 1).scratch_bytes > hopper.Plan(call, 132).scratch_bytes
 
 
@@ -337,11 +337,28 @@ def test_which_calls_the_device_decides():
 
     def of(b=even, **given):
         part = hopper.Plan(b.call(max_query_len=1, **given), 16).main
-        return part.unsplit is not None, part.config.either
+        return part.unsplit and part.unsplit.spare, part.config.unsplit, part.config.either
 
-    assert of() == of(ragged) == of(max_seq_len=100_000) == (True, True)
-    assert of(lengths=[(1, 2500)] * 8) == (True, False)
-    assert of(ragged, lengths=[(1, 2500)] * 7 + [(1, 100)]) == (False, False)
-    assert of(batch_invariant=True) == (False, False)
+    assert of() == of(ragged) == of(max_seq_len=100_000) == (3, True, True)
+    assert of(lengths=[(1, 2500)] * 8) == (None, True, False)
+    assert of(ragged, lengths=[(1, 2500)] * 7 + [(1, 100)]) == (None, True, True)  # by the same kernel, which is told
+    assert of(batch_invariant=True) == (None, False, False)
     short = batch("int4", (1,) * 8, (60,) * 7 + (9,))
-    assert of(short) == (True, False)  # short runs, whoever is longer
+    assert of(short) == (None, True, False)  # short runs, whoever is longer
+
+
+@emulated
+def test_a_call_that_is_split_says_so_to_the_device(monkeypatch, tmp_path):
+    """By the kernel of calls on which the device decides: it looks at no lengths, so there may be any number of (sequence, kv head)s."""
+    device, lens = Device(monkeypatch, tmp_path, 4), (500, 20, 33, 300)
+    monkeypatch.setattr(unsplit, "MOST_TILES_RAGGED", 0)
+    b = batch("int4", (1,) * 4, lens)
+    calls = [b.call(max_query_len=1, lengths=[(1, n) for n in lens]), b.call(max_query_len=1, max_seq_len=max(lens))]
+    spare = [hopper.prepare(call).main.arguments.unsplit_spare for call in calls]
+    assert spare == [unsplit.NEVER, unsplit.SPARE_TILES_OF_FEW] and unsplit.NEVER < 0
+    for call in calls:
+        part = hopper.Plan(call, 4).main
+        assert (part.unsplit is None) == (call.batch.lengths is not None) and part.config.either
+        call.out.fill_(float("nan")), call.lse.fill_(float("nan"))
+        device.serve(call)
+        check(b, (call.out, call.lse))

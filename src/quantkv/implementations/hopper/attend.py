@@ -91,7 +91,8 @@ def scratch_bytes(call: AttendCall) -> int:
 
 def compiled_for(call: AttendCall) -> set[DecodeConfig]:
     """What is compiled for `call`: `cubin` of each does so, and may run in several threads at once."""
-    return {part.config for plan in _plans(call) for part in plan.parts.values()}
+    found = {part.config for plan in _plans(call) for part in plan.parts.values()}
+    return found | {more for config in found if config.either and (more := config.with_more_warps)}  # for other numbers of sequences
 
 
 def _plans(call: AttendCall) -> list[Plan]:

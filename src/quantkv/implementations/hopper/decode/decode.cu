@@ -5,7 +5,7 @@
 // packed query rows fill N; a packed query row is one query head of one query. For each sequence and kv head that a
 // warp touched it has a normalised partial and its base-2 log-sum-exp. Those in which the runs of a block's warps ended
 // are combined in the block; combine_kernel combines the rest. Where UNSPLIT, there is one launch: see unsplit.cuh.
-// Where that is EITHER, the lengths say so when they are read, and combine_kernel has nothing to do then.
+// Where that is EITHER, the host says so, or the lengths when they are read: combine_kernel has nothing to do then.
 //
 // Compile-time, from warps.py: codecs KEY and VALUE; HEAD_SIZE KEY_SIZE VALUE_SIZE GROUP KV_HEADS BLOCK_SIZE
 // RECORD_BYTES KEY_MAP KEY_MEAN KEY_SIGNED VALUE_MAP QUERY_BF16 SOFTCAP RANGES SEVERAL_DECODES PDL_AFTER_WRITE
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
   Work work;
   OwnRun run;
   Unsplit unsplit;
-  if (EITHER) Unsplit(a, warp).ask_for_pages(a, warp);  // beside the lengths
+  if (EITHER && a.unsplit_spare >= 0) Unsplit(a, warp).ask_for_pages(a, warp);  // beside the lengths
   const bool runs_unsplit = is_unsplit(a, sequences), shares_queries = SHARED_QUERIES && runs_unsplit;
   if (runs_unsplit) unsplit.begin(a, sequences, warp, work.kv_head, work.sequence, work.tile, work.left);
   else {

@@ -9,7 +9,7 @@ from ....calls import AttendCall, Segment
 from ....reads import window_size
 from ..host import launch
 from ..host.operands import NO_MAP, key_means_of, kind, map_of
-from .unsplit import Unsplit
+from .unsplit import NEVER, Unsplit
 from .warps import DecodeConfig
 
 
@@ -58,7 +58,7 @@ class Read:
             partial_slots=part.partial_slots,
             unsplit_blocks=part.unsplit.blocks if part.unsplit else 0,
             unsplit_warps=part.unsplit.warps if part.unsplit else 0,
-            unsplit_spare=(part.unsplit.spare or 0) if part.unsplit else 0,
+            unsplit_spare=(part.unsplit.spare or 0) if part.unsplit else NEVER,
             all_packed_rows=packed_rows,
             softcap=options.softcap * launch.LOG2E,
         )

@@ -184,6 +184,7 @@ DI Sequences sequences_of(const AttendArguments& a, const int* key_start, const 
 // longest run of a warp then has few tiles more than an even share of all. All warps of a call come to the same.
 DI bool is_unsplit(const AttendArguments& a, const Sequences& sequences) {
   if (!EITHER) return UNSPLIT;
+  if (a.unsplit_spare < 0) return false;  // as the host knows
   int most, all;
   sequences.most_and_total_tiles(most, all);
   const int warps = a.unsplit_blocks * a.unsplit_warps, run = (most + warps - 1) / warps;

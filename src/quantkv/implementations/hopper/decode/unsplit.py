@@ -15,6 +15,7 @@ from .warps import COMBINE_WARPS, TILE, DecodeConfig
 SPARE_TILES, SPARE_TILES_OF_FEW, FEW = 6, 3, 16
 # Where lengths may differ, tiles of a run, at most: the longest sequence decides, as no warp of another one helps it.
 MOST_TILES_RAGGED = 8
+NEVER = -1  # in place of spare tiles: the call is split, whatever its lengths are
 EVEN = 1 / 32  # lengths are even where the longest is above their mean by no larger a part of it
 MOST_OF_SHARE = 1.25  # that the longest run is of an even share, where the host does not know lengths, and they turn out to be even
 
@@ -81,16 +82,24 @@ def _tiles(call: AttendCall, tokens: int) -> tuple[int, bool]:
 
 def choose(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster: int) -> tuple[DecodeConfig, Unsplit | None]:
     """Who reads each (sequence, kv head) of `call`, which has so many blocks at once for each group of its packed query rows; None where
-    they are split. With the configuration for it, which has more warps or fewer where the call is unsplit with these alone."""
+    they are split. With the configuration for it, which has more warps or fewer where the call is unsplit with these alone. Where they are
+    split it is that of calls on which the device decides, if there are such: one kernel less is compiled."""
     for each in (config, config.with_more_warps, config.with_fewer_warps):
         if each is not None and (found := _of(call, each, blocks, largest_cluster)):
             return found.of(each), found
-    return config, None
+    either = Unsplit(1, 1, 1, spare=NEVER)
+    decided = _can_be(config) and not config.invariant and either.has_capacity(config)
+    return either.of(config) if decided else config, None
+
+
+def _can_be(config: DecodeConfig) -> bool:
+    """Whether calls of one source with that configuration may be unsplit."""
+    ways = config.worker_warps > 1 or config.segments > 1 or config.exact or config.several_decodes
+    return not ways and "MATRIX" not in (config.key_map, config.value_map)
 
 
 def _of(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster: int) -> Unsplit | None:
-    ways = config.worker_warps > 1 or config.segments > 1 or config.exact or config.several_decodes
-    if ways or "MATRIX" in (config.key_map, config.value_map) or len(call.segments) > 1:
+    if not _can_be(config) or len(call.segments) > 1:
         return None
     seq_heads, (tiles, by_window) = call.batch.num_seqs * config.kv_heads, _tiles(call, longest(call, call.segments[0]))
     if seq_heads == 0 or seq_heads > blocks * config.warps:

@@ -70,7 +70,7 @@ class DecodeConfig(CallShape):
     pdl_after_write: bool = False  # and the write of the queries' own tokens, right behind which it is launched
     partial_capacity: int = 0  # bytes of shared memory of a block for the partials where the call is unsplit and the cut invariant
     unsplit: bool = False  # the results of a sequence and kv head are its warps' own: no kernel combines them
-    either: bool = False  # that, or not, as the lengths have it when the kernel reads them
+    either: bool = False  # that, or not, as the host says or the lengths have it when the kernel reads them
     by_integers: bool = False
     partials_first: int = 6  # of an invariant cut: 6 or 8, as the warps of a multiprocessor are 12 or 8
     exact: int = 0  # tokens of a page of the segment that the combine kernel attends to itself; 0: there is none

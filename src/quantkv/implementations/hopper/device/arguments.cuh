@@ -63,7 +63,7 @@ struct AttendArguments {
   i64 q_rotated_head;
   const u16* mean;           // of latents: [DV], added to outputs
   int after_decode;          // where SEVERAL_DECODES: whether this kernel is not the first of them
-  int unsplit_spare;         // where EITHER: tiles that the longest run may have beyond an even share
+  int unsplit_spare;         // where EITHER: tiles that the longest run may have beyond an even share; negative: split
 };
 
 // A row is divided by the per-tensor scale; a negative slot skips its token. Strides of rows in elements, of pages and
