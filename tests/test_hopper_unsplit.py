@@ -235,11 +235,16 @@ def test_warps_of_a_block():
     assert ragged.config.warps == 12 and ragged.unsplit is None
 
 
-def test_warps_where_the_device_decides():
-    """Those by which even lengths are shared most evenly, if any do."""
+def test_warps_where_the_device_decides(monkeypatch):
+    """Those by which even lengths are shared most evenly, if any do. Other numbers of sequences may have others: they are compiled too."""
     plans = [hopper.Plan(meta_call(sequences, 8192), 132).main for sequences in (64, 112, 128, 160, 24, 340)]
     found = [(plan.config.warps, plan.unsplit and plan.unsplit.warps) for plan in plans]
     assert found == [(12, 3), (16, 2), (16, 2), (12, 1), (12, None), (12, None)]
+    monkeypatch.setattr(hopper.launch, "device_index", lambda device: 0)
+    monkeypatch.setattr(hopper.launch, "multiprocessors", lambda index: 132)
+    for sequences in (64, 24):
+        compiled = hopper.compiled_for(meta_call(sequences, 8192))
+        assert {(config.warps, config.either) for config in compiled} == {(12, True), (16, True)}
 
 
 def test_a_cluster_of_16_is_one_of_8_where_that_is_the_largest():
