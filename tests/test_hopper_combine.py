@@ -1,6 +1,8 @@
 """The Hopper combine kernels: rows of few and of many, and blocks that take turns at a sequence's packed query rows; their source run on a
 CPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -40,8 +42,36 @@ def test_rows_of_so_many_partials(multiprocessors, kv_heads, group, lens, by_blo
     call = b.call(max_query_len=1)
     plan = hopper.Plan(call, multiprocessors)
     assert (plan.combine.by_blocks, plan.combine.threads) == (by_blocks, 32 * warps) and plan.main.decode_grid == (multiprocessors, 1, 1)
+    assert hopper.prepare(call).launches[-1].threads == 32 * warps
     device.serve(call)
     check(b, (call.out, call.lse))
+
+
+@emulated
+def test_warps_that_are_not_there_have_nothing(monkeypatch, tmp_path):
+    """What a block of eight left in shared memory is not added to what one of four comes to."""
+    device, threads = Device(monkeypatch, tmp_path, 16), []
+    for lens in ((2000,), (300, 290, 310), (2000,)):
+        b = SampleBatch.make("int4", (1,) * len(lens), lens, head_size=128, num_kv_heads=1, group=4, dtype=torch.bfloat16)
+        call = b.call(max_query_len=1)
+        threads.append(hopper.Plan(call, 16).combine.threads)
+        device.serve(call)
+        check(b, (call.out, call.lse))
+    assert threads == [256, 128, 256] and len(device.compiled) == 1
+
+
+def test_who_has_a_block_of_four_warps_for_each_row():
+    """Where all rows have one at once, and the combine kernel does nothing else."""
+
+    def of(sequences, multiprocessors, **changed):
+        config = replace(hopper.configurations(plain.call(max_query_len=1))[0], **changed)
+        made = combine.launched(config, sequences, 4, 6, multiprocessors)
+        return made.by_blocks, made.threads
+
+    plain = SampleBatch.make("int4", (1, 1), (40, 40), head_size=128, num_kv_heads=2, group=4, dtype=torch.bfloat16)
+    assert of(8, 128) == (True, 256) and of(9, 128) == of(64, 128) == (True, 128) and of(65, 128) == (False, 128)
+    for changed in (dict(segments=2), dict(exact=16), dict(value_map="MATRIX")):
+        assert not of(64, 128, **changed)[0] and of(8, 128, **changed) == (True, 256)
 
 
 @emulated
