@@ -47,6 +47,8 @@ VARIANTS = {  # what is set in tiling.py
     "24 warps": {"WARPS": 24},  # more splits than there is room for at once
     "split 256": {"KEYS_OF_SPLIT": 256},
     "16 bits too": {"WIDE_NUMBERS": 3},
+    "rows share": {"ROWS_ALONE": 8},  # a matrix of the combine kernel: from half as many rows on
+    "rows share always": {"ROWS_ALONE": 0},
 }
 TRIED = {"int4": ("now", "before", "lean", "transposed", "32 keys", "8 warps", "24 warps", "split 256"), "none": ("now", "16 bits too")}
 TRIED_ELSE = ("now", "before", "24 warps")

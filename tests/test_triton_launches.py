@@ -65,6 +65,15 @@ def test_combine_of_rows_with_and_without_keys(mapped, sinks, rows):
     assert torch.equal(out, before)
 
 
+def test_rows_of_a_program_that_combines(monkeypatch):
+    """Several share a matrix where multiprocessors have work all the same; what benchmarks/triton_decode.py varies."""
+    target = launch.Target.of(torch.device(DEVICE))
+    many = 16 * target.processors
+    assert [tiling.combine_rows(rows, splits, target) for rows, splits in ((many - 1, 3), (many, 3), (many, 1))] == [1, 4, 16]
+    monkeypatch.setattr(tiling, "ROWS_ALONE", 8)
+    assert tiling.combine_rows(many // 2, 3, target) == 4
+
+
 # ---- slots that nothing wrote
 
 

@@ -22,7 +22,7 @@ else:
     from .kernels.combine import combine_kernel
     from .kernels.views import BatchView, Extras, Features, MapView, RowsView
     from .launch import Target
-    from .tiling import Tiling, split_count
+    from .tiling import Tiling, combine_rows, split_count
 
 SUPPORTED = frozenset((
     "causal", "window", "chunk_lookback", "softcap", "sinks", "alibi_slopes", "alibi_sqrt", "qq_bias", "prefix_ranges",
@@ -315,7 +315,7 @@ def combine_launch(part: Partials, into: Combining, target: Target) -> launch.La
     out, lse, output_scale = into.out, into.lse, into.output_scale
     width, mapped = max(16, triton.next_power_of_2(head_size)), into.mapped_splits > 0
     own = width if mapped or width <= COLUMNS else COLUMNS  # of columns; a matrix maps whole rows
-    rows = into.rows or (1 if tokens * num_heads < 16 * target.processors else 4 if splits > 1 else 16)
+    rows = into.rows or combine_rows(tokens * num_heads, splits, target)
     arguments = {
         "part": part.out,
         "lse": part.lse,

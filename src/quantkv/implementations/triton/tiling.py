@@ -18,6 +18,7 @@ WARPS = 12  # of a multiprocessor: tiles of up to 1,024 numbers of queries leave
 WARPS_OF_WIDE_TILES = 8
 WIDE_NUMBERS = 2  # bytes, from which rows are not read as few queries are: two warps and a mask read 16 bits at the speed of memory
 KEYS_OF_SPLIT = 128  # at the least
+ROWS_ALONE = 16  # of a multiprocessor: of more, a program of the combine kernel has several, which share a matrix
 ROWS_OF_LATENTS = 64  # of a tile, at most
 LATENT_TILES = {  # rows of a tile: keys, warps, stages, programs of a multiprocessor at once
     16: (64, 4, 5, 2),
@@ -113,3 +114,8 @@ def split_count(tiles: int, max_keys: int, tiling: Tiling, target: Target) -> in
     """Splits of the keys that fill the GPU once, each with some work."""
     least = KEYS_OF_SPLIT if tiling.key_axis == 0 else 4 * tiling.block_n
     return max(1, min(target.processors * tiling.resident // tiles, max_keys // least))
+
+
+def combine_rows(rows: int, splits: int, target: Target) -> int:
+    """Rows of a program of the combine kernel, of so many in all."""
+    return 1 if rows < ROWS_ALONE * target.processors else 4 if splits > 1 else 16
