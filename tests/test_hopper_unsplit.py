@@ -367,3 +367,21 @@ def test_a_call_that_is_split_says_so_to_the_device(monkeypatch, tmp_path):
         call.out.fill_(float("nan")), call.lse.fill_(float("nan"))
         device.serve(call)
         check(b, (call.out, call.lse))
+
+
+@emulated
+def test_a_device_that_holds_fewer_clusters_than_it_has_blocks_for(monkeypatch, tmp_path):
+    """Groups of multiprocessors are no multiples of a cluster: whatever lengths turn out to be, no cluster waits for another to end. Where
+    not all (sequence, kv head)s have one at once, clusters are smaller."""
+    device, found = Device(monkeypatch, tmp_path, 27), {}
+    monkeypatch.setattr(unsplit, "MOST_TILES_RAGGED", 0), monkeypatch.setattr(unsplit, "MOST_OF_SHARE", 9)
+    for clusters_of_five, lens in ((3, (600, 590)), (2, (600, 590)), (2, (600, 60)), (1, (600, 590))):
+        device.clusters = lambda blocks, n=clusters_of_five: n if blocks == 5 else 27 // blocks
+        b = batch("int4", (1, 1), lens, num_kv_heads=1)
+        call = b.call(max_query_len=1, max_seq_len=1024)
+        part = hopper.prepare(call).plan.main
+        found[clusters_of_five, lens[1]] = part.unsplit.blocks, part.decode_grid[0], part.config.either
+        call.out.fill_(float("nan")), call.lse.fill_(float("nan"))
+        device.serve(call)
+        check(b, (call.out, call.lse))
+    assert found == {(3, 590): (5, 15, True), (2, 590): (5, 10, True), (2, 60): (5, 10, True), (1, 590): (3, 15, True)}

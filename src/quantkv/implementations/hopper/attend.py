@@ -207,7 +207,7 @@ class Plan:
 
     exact: index of the segment that the combine kernel attends to, see `_exact`. parts: of the others, by their indices. launched,
     combined: these indices, see `_orders`. largest_cluster: blocks of one, at most. after_write: see `Prepared.after_write`. configs:
-    `configurations(call)`, where they are known."""
+    `configurations(call)`, where they are known. held: blocks of such clusters that the device holds at once, where that is known."""
 
     def __init__(
         self,
@@ -216,6 +216,7 @@ class Plan:
         largest_cluster: int = warps.LARGEST_CLUSTER,
         after_write: bool = False,
         configs: list[DecodeConfig] | None = None,
+        held: int | None = None,
     ):
         configs = [replace(config, pdl_after_write=after_write) for config in configs or configurations(call)]
         self.exact, (self.launched, self.combined) = _exact(call), _orders(call)
@@ -230,8 +231,8 @@ class Plan:
             blocks = max(1, min(blocks, -(-_capacity(call, call.segments[i]) // config.warps)))
             config, whole = unsplit.choose(call, config, blocks, largest_cluster)
             if whole is not None:
-                held = blocks // whole.blocks * whole.blocks if config.either else 0
-                blocks = max(whole.grid(seq_heads), held)
+                all_ = blocks // whole.blocks * whole.blocks if config.either else 0  # as the call may turn out to be split
+                blocks = max(whole.grid(seq_heads), all_ if held is None else min(all_, held))
             resident = blocks * config.workers
             partial_slots = config.partials(longest_of_shape(call, call.segments[i])) if config.invariant else 0
             if whole is not None:
@@ -281,10 +282,13 @@ class Prepared:
         self.takes_parts_and_mean = call.segments[0].fmt.latent
         multiprocessors = launch.multiprocessors(self.index)
         plan = Plan(call, multiprocessors, after_write=after_write)
-        while (clusters := plan.main.unsplit) is not None and not clusters.fit(
-            _kernels(plan.main.config, self.index)[0], plan.main.decode_grid
-        ):
-            plan = Plan(call, multiprocessors, clusters.blocks - 1, after_write)
+        while (clusters := plan.main.unsplit) is not None:
+            config, (blocks, groups, _) = plan.main.config, plan.main.decode_grid
+            held = clusters.held(_kernels(config, self.index)[0], groups)
+            if held is None or held >= blocks:
+                break
+            enough = held >= clusters.grid(call.batch.num_seqs * config.kv_heads)  # else smaller clusters
+            plan = Plan(call, multiprocessors, clusters.blocks - (not enough), after_write, held=held if enough else None)
         self.plan = plan
         self.reads = {i: Read(call, call.segments[i], part, plan.packed_rows) for i, part in plan.parts.items()}
         kernels = {i: _kernels(part.config, self.index) for i, part in plan.parts.items()}

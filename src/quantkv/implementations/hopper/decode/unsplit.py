@@ -49,9 +49,10 @@ class Unsplit:
         all_ = self.of(config).shared_bytes
         return all_ <= SHARED_BYTES - 1024 and combined <= self.warps * config.worker_bytes  # 1024: which a device keeps for itself
 
-    def fit(self, kernel: Kernel, grid: tuple[int, int, int]) -> bool:
-        """Whether the device holds all of a grid's clusters at once."""
-        return self.blocks == 1 or kernel.clusters(self.blocks) * self.blocks >= grid[0] * grid[1]
+    def held(self, kernel: Kernel, groups: int) -> int | None:
+        """Blocks of such clusters that the device holds at once for each of so many groups of packed query rows; None: as many as it has
+        room for."""
+        return None if self.blocks == 1 else kernel.clusters(self.blocks) // groups * self.blocks
 
 
 def longest(call: AttendCall, segment: Segment) -> int:
