@@ -27,11 +27,12 @@ def batch(name, shape, **arguments):
 # ---- combine
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", [1, 4, 16])
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("mapped", [0, 2, 5])
-def test_combine_of_rows_with_and_without_keys(mapped, sinks, rows):
-    """Splits without keys left NaN where their output would be; a row of such splits only is 0, and its log-sum-exp the sink alone."""
+@pytest.mark.parametrize("mapped, signs", [(0, False), (2, False), (5, False), (5, True)])
+def test_combine_of_rows_with_and_without_keys(mapped, signs, sinks, rows):
+    """Splits without keys left NaN where their output would be; a row of such splits only is 0, and its log-sum-exp the sink alone. Rows in
+    float32 keep all of their bits where they are multiplied with a bfloat16 matrix of signs."""
     generator = torch.Generator().manual_seed(0)
     tokens, heads, splits, size = 5, 4, 5, 96
     parts = torch.randn(tokens, heads, splits, size, generator=generator, dtype=torch.float64)
@@ -41,6 +42,7 @@ def test_combine_of_rows_with_and_without_keys(mapped, sinks, rows):
     sums[4, 0] = sums[4, 0] + 300.0  # far above the sinks
     sink = torch.randn(heads, generator=generator, dtype=torch.float64) if sinks else None
     matrix = torch.randn(2, size, size, generator=generator)
+    matrix = matrix.sign().bfloat16() if signs else matrix
     weights, values = torch.exp2(sums), parts.clone()
     for h in range(heads):
         values[:, h, :mapped] = 0.5 * parts[:, h, :mapped] @ matrix[h // 2].double().T
@@ -58,6 +60,7 @@ def test_combine_of_rows_with_and_without_keys(mapped, sinks, rows):
     combining = attend.Combining(out, lse, 2, matrix.to(DEVICE), mapped, 0.5, 3.0, sink, rows=rows)
     attend.combine_launch(part, combining, target)()
     torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-4, atol=1e-5)
+    assert not signs or relative_error(out, expected) < 2e-6
     torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=1e-5, atol=1e-5)
     assert bool((out[1] == 0).all()) and (sinks or bool((lse[1] == -math.inf).all()))
     before = out.clone()
@@ -68,10 +71,11 @@ def test_combine_of_rows_with_and_without_keys(mapped, sinks, rows):
 def test_rows_of_a_program_that_combines(monkeypatch):
     """Several share a matrix where multiprocessors have work all the same; what benchmarks/triton_decode.py varies."""
     target = launch.Target.of(torch.device(DEVICE))
-    many = 16 * target.processors
-    assert [tiling.combine_rows(rows, splits, target) for rows, splits in ((many - 1, 3), (many, 3), (many, 1))] == [1, 4, 16]
-    monkeypatch.setattr(tiling, "ROWS_ALONE", 8)
-    assert tiling.combine_rows(many // 2, 3, target) == 4
+    for splits, most in ((0, 2), (21, 5)):  # rows of a multiprocessor that are alone
+        few = most * target.processors
+        assert [tiling.combine_rows(rows, splits, target) for rows in (1, few, few + 1, 9 * few)] == [1, 1, 16, 16]
+    monkeypatch.setattr(tiling, "ROWS_ALONE", 3)
+    assert tiling.combine_rows(3 * target.processors, 0, target) == 1
 
 
 # ---- slots that nothing wrote

@@ -18,7 +18,7 @@ WARPS = 12  # of a multiprocessor: tiles of up to 1,024 numbers of queries leave
 WARPS_OF_WIDE_TILES = 8
 WIDE_NUMBERS = 2  # bytes, from which rows are not read as few queries are: two warps and a mask read 16 bits at the speed of memory
 KEYS_OF_SPLIT = 128  # at the least
-ROWS_ALONE = 16  # of a multiprocessor: of more, a program of the combine kernel has several, which share a matrix
+ROWS_ALONE, SPLITS_OF_ROW = 2, 7  # of a multiprocessor: see `combine_rows`
 ROWS_OF_LATENTS = 64  # of a tile, at most
 LATENT_TILES = {  # rows of a tile: keys, warps, stages, programs of a multiprocessor at once
     16: (64, 4, 5, 2),
@@ -117,5 +117,6 @@ def split_count(tiles: int, max_keys: int, tiling: Tiling, target: Target) -> in
 
 
 def combine_rows(rows: int, splits: int, target: Target) -> int:
-    """Rows of a program of the combine kernel, of so many in all."""
-    return 1 if rows < ROWS_ALONE * target.processors else 4 if splits > 1 else 16
+    """Rows of a program of the combine kernel, of so many in all: one, or as many as a product has, which share a matrix. As many programs
+    as rows take turns, few programs read the splits of a row one by one: on an H200 a row of a multiprocessor costs as much as 7 splits."""
+    return 1 if rows <= (ROWS_ALONE + splits / SPLITS_OF_ROW) * target.processors else 16

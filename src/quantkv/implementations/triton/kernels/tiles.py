@@ -64,9 +64,16 @@ def join_operand(planes):
 
 @triton.jit
 def map_product(x, matrix, total, PRECISION: tl.constexpr):
-    """total + x matrix^T. A 16-bit matrix has entries 0 and +-1 only: with 16-bit x its products are exact."""
+    """total + x matrix^T. A bfloat16 matrix has entries 0 and +-1 only: with 16-bit x its products are exact, and x in float32 is the sum
+    of three numbers of 8 bits each, of which they are, in fewer instructions and registers than products in float32."""
     transposed = tl.trans(matrix)
-    if x.dtype == tl.float32 or matrix.dtype == tl.float32:
+    if x.dtype == tl.float32 and matrix.dtype == tl.bfloat16:
+        high = x.to(tl.bfloat16)
+        rest = x - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(high, transposed, tl.dot(middle, transposed, tl.dot(low, transposed, total)))
+    elif x.dtype == tl.float32 or matrix.dtype == tl.float32:
         return tl.dot(x.to(tl.float32), transposed.to(tl.float32), total, input_precision=PRECISION)
     else:
         return tl.dot(x, transposed.to(x.dtype), total)
