@@ -138,6 +138,17 @@ def signed(head_size=128):
     return LayerMaps(*sides)
 
 
+def evened(head_size=128, heads=2, buckets=None):
+    """Of each head Hadamard matrices in blocks behind powers of two with signs, as presets have them, and for K key means."""
+    generator, block = torch.Generator().manual_seed(3), head_size & -head_size
+    h, sides = torch.block_diag(*[hadamard(block)] * (head_size // block)).float(), []
+    for key_mean in (None if buckets is None else torch.randn(buckets, heads, head_size, generator=generator), None):
+        steps = 2.0 ** -torch.randint(0, 3, (heads, head_size), generator=generator)
+        steps *= 1 - 2 * torch.randint(0, 2, (heads, head_size), generator=generator)
+        sides.append(LinearMap(h * steps[:, None], h / block / steps[:, :, None], key_mean))
+    return LayerMaps(*sides)
+
+
 def run(several):
     """Served, right, and equal to the bit when it is repeated."""
     ops.attend(several.call, "hopper")

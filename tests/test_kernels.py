@@ -12,6 +12,7 @@ from quantkv import Format, LayerMaps, LinearMap, available_formats, format, get
 from quantkv.calls import AttentionOptions, PagedTensor, Segment
 from quantkv.formats import turboquant
 from quantkv.testing import SampleBatch, check, relative_error
+from segments import evened
 
 pytest.importorskip("triton")
 
@@ -277,6 +278,16 @@ def test_any_map_and_offset(name):
     b.cache.write(b.key, b.value, b.slots, b.positions, **TRITON)
     for side, codes in zip((b.cache.k, b.cache.v), before):
         assert (side.codes.view(torch.uint8) != codes).float().mean() <= 0.004
+
+
+@pytest.mark.parametrize("queries", [(1, 1), (3, 12)])
+@pytest.mark.parametrize("name, head_size", [("levels4", 64), ("int4", 96), ("tq3/int2", 64), ("int8", 128)])
+def test_maps_of_hadamard_matrices_and_steps(name, head_size, queries):
+    """Of each head its own, as presets have them: few queries and outputs go through butterflies, many queries through a matrix."""
+    maps = evened(head_size)
+    assert maps.k.operands.diagonal.shape == (2, head_size)
+    b = batch(name, (queries, (40, 150)), head_size=head_size, maps=maps, dtype=torch.bfloat16)
+    check(b, b.attend(**TRITON))
 
 
 @pytest.mark.parametrize(

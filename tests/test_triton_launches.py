@@ -10,7 +10,7 @@ import torch
 
 from quantkv import PagedCache
 from quantkv.calls import WriteCall
-from quantkv.maps import LayerMaps, LinearMap
+from quantkv.maps import LayerMaps, LinearMap, hadamard
 from quantkv.testing import SampleBatch, check, relative_error
 
 pytest.importorskip("triton")
@@ -29,10 +29,10 @@ def batch(name, shape, **arguments):
 
 @pytest.mark.parametrize("rows", [1, 4, 16])
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("mapped, signs", [(0, False), (2, False), (5, False), (5, True)])
-def test_combine_of_rows_with_and_without_keys(mapped, signs, sinks, rows):
+@pytest.mark.parametrize("mapped, by", [(0, "matrix"), (2, "matrix"), (5, "matrix"), (5, "signs"), (2, "diagonal"), (5, "diagonal")])
+def test_combine_of_rows_with_and_without_keys(mapped, by, sinks, rows):
     """Splits without keys left NaN where their output would be; a row of such splits only is 0, and its log-sum-exp the sink alone. Rows in
-    float32 keep all of their bits where they are multiplied with a bfloat16 matrix of signs."""
+    float32 keep all of their bits where they are multiplied with a bfloat16 matrix of signs, or go through Hadamard matrices."""
     generator = torch.Generator().manual_seed(0)
     tokens, heads, splits, size = 5, 4, 5, 96
     parts = torch.randn(tokens, heads, splits, size, generator=generator, dtype=torch.float64)
@@ -41,8 +41,12 @@ def test_combine_of_rows_with_and_without_keys(mapped, signs, sinks, rows):
     sums[1], sums[2, :, :2], sums[3, :, 2:] = -math.inf, -math.inf, -math.inf  # none; none that are mapped; none that are not
     sums[4, 0] = sums[4, 0] + 300.0  # far above the sinks
     sink = torch.randn(heads, generator=generator, dtype=torch.float64) if sinks else None
-    matrix = torch.randn(2, size, size, generator=generator)
-    matrix = matrix.sign().bfloat16() if signs else matrix
+    given = matrix = torch.randn(2, size, size, generator=generator)
+    if by == "signs":
+        given = matrix = matrix.sign().bfloat16()
+    if by == "diagonal":
+        given, blocks = matrix[0, :2], torch.block_diag(*[hadamard(32)] * 3)
+        matrix = given[..., None] * blocks.float()
     weights, values = torch.exp2(sums), parts.clone()
     for h in range(heads):
         values[:, h, :mapped] = 0.5 * parts[:, h, :mapped] @ matrix[h // 2].double().T
@@ -57,10 +61,10 @@ def test_combine_of_rows_with_and_without_keys(mapped, signs, sinks, rows):
     lse = torch.full((heads, tokens), math.nan, device=DEVICE).T  # strided
     sink = None if sink is None else sink.float().to(DEVICE)
     target = launch.Target.of(out.device)
-    combining = attend.Combining(out, lse, 2, matrix.to(DEVICE), mapped, 0.5, 3.0, sink, rows=rows)
+    combining = attend.Combining(out, lse, 2, given.to(DEVICE), mapped, 0.5, 3.0, sink, rows=rows)
     attend.combine_launch(part, combining, target)()
     torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-4, atol=1e-5)
-    assert not signs or relative_error(out, expected) < 2e-6
+    assert by == "matrix" or relative_error(out, expected) < 2e-6
     torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=1e-5, atol=1e-5)
     assert bool((out[1] == 0).all()) and (sinks or bool((lse[1] == -math.inf).all()))
     before = out.clone()
@@ -179,12 +183,12 @@ def another(b, name, shape, **options):
 def test_what_is_prepared_launches_the_same_at_other_addresses(name, recorded, monkeypatch):
     shape = ((1, 1), (40, 33))
     b = batch(name, shape)
-    first = another(b, name, shape, sinks=aligned((6,), torch.empty(0)), alibi_slopes=aligned((6,), torch.empty(0)))
+    first = another(b, name, shape, sinks=aligned((6,), torch.empty(0)).zero_(), alibi_slopes=aligned((6,), torch.empty(0)).zero_())
     monkeypatch.setattr(attend.AttendPlan, "partials", lambda plan, call, part=attend.AttendPlan.of(first).partials(first): part)
     serve = attend.prepare(first)
     serve(first)
     for _ in range(2):
-        call = another(b, name, shape, sinks=aligned((6,), torch.empty(0)), alibi_slopes=aligned((6,), torch.empty(0)))
+        call = another(b, name, shape, sinks=aligned((6,), torch.empty(0)).zero_(), alibi_slopes=aligned((6,), torch.empty(0)).zero_())
         object.__setattr__(call, "batch", first.batch)
         recorded.clear()
         serve(call)

@@ -19,7 +19,7 @@ from .format import Codec, Format
 from .rounding import Rounding
 
 KEY_MEAN_BUCKET = 64  # positions that share one row of a table of key means
-SIDE_TENSORS = 13  # of `LayerMaps.flatten`, for K and for V
+SIDE_TENSORS = 14  # of `LayerMaps.flatten`, for K and for V
 RHT_SEED = 0x9E3779B9
 SMALLEST_STEP = 2.0**-12  # of a map that evens out dimensions: what fp16 holds of common rows times it keeps 10 bits or more
 LARGEST_INVERSE_ERROR = 2.0**-8  # of an entry of A^-1 A: what bfloat16 rounds a number near 1 by, at most
@@ -93,6 +93,8 @@ class MapOperands(NamedTuple):
     # [HK or 1, D] float32, powers of two from 1 down and their negatives, where A of each head is H diag(steps): a map that evens out
     # dimensions first, which loses nothing in 16 bits.
     steps: torch.Tensor | None
+    # [HK or 1, D] float32, where A^-T of each head is inverse_factor * H diag(diagonal), of signs or of steps; so A^-1 is its transpose.
+    diagonal: torch.Tensor | None
     forward_factor: float
     inverse_factor: float
 
@@ -207,7 +209,7 @@ class LinearMap:
             self.operands.forward.dtype,
             self.operands.signs is None,
             self.operands.steps is None,
-            self.operands[6:],
+            self.operands[7:],
             key_mean,
             hessian,
         )
@@ -246,11 +248,12 @@ class LinearMap:
         if self.key_mean is not None:
             rows = self.key_mean.double().transpose(0, 1) @ self.forward.double().mT  # [HK or 1, buckets, D]
             mapped = rows.transpose(0, 1).float().contiguous()
-        query = inverse.mT.contiguous()
+        query, steps = inverse.mT.contiguous(), _hadamard_steps(forward)
+        signs, size = _hadamard_signs(query), forward.shape[-1]
+        diagonal = signs[None] if signs is not None else None if steps is None else 1 / (steps * (size & -size))
         return MapOperands(
-            forward.contiguous(), query, inverse.contiguous(), mapped, _hadamard_signs(query), _hadamard_steps(forward), forward_factor,
-            inverse_factor,
-        )  # fmt: skip
+            forward.contiguous(), query, inverse.contiguous(), mapped, signs, steps, diagonal, forward_factor, inverse_factor
+        )
 
     def heads(self, start: int, stop: int) -> LinearMap:
         """The map of kv heads start to before stop: of a rank that holds these. Itself where all heads share one."""
@@ -359,8 +362,8 @@ class LayerMaps:
                 factors += [1.0, 1.0]
             else:
                 rounding = [None] * 3 if side.rounding is None else side.rounding
-                tensors += [side.forward, side.inverse, side.key_mean, side.hessian, *side.operands[:6], *rounding]
-                factors += side.operands[6:]
+                tensors += [side.forward, side.inverse, side.key_mean, side.hessian, *side.operands[:7], *rounding]
+                factors += side.operands[7:]
         return tensors, factors
 
     @classmethod
@@ -368,8 +371,8 @@ class LayerMaps:
         """The maps that `flatten` took apart."""
 
         def side(t, f):
-            rounding = None if t[3] is None else Rounding(*t[10:])
-            return None if t[0] is None else LinearMap(*t[:4], MapOperands(*t[4:10], *f), rounding)
+            rounding = None if t[3] is None else Rounding(*t[11:])
+            return None if t[0] is None else LinearMap(*t[:4], MapOperands(*t[4:11], *f), rounding)
 
         return cls(side(tensors[:SIDE_TENSORS], factors[:2]), side(tensors[SIDE_TENSORS:], factors[2:]))
 

@@ -4,12 +4,13 @@ shapes and upper bounds, and what a split reads from the lengths on the device, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from ...calls import AttendCall, Segment
+from ...maps import MapOperands
 from ...options import TENSORS
 
 try:
@@ -22,7 +23,7 @@ else:
     from .kernels.combine import combine_kernel
     from .kernels.views import BatchView, Extras, Features, MapView, RowsView
     from .launch import Target
-    from .tiling import Tiling, combine_rows, split_count
+    from .tiling import FEW, Tiling, combine_rows, split_count
 
 SUPPORTED = frozenset((
     "causal", "window", "chunk_lookback", "softcap", "sinks", "alibi_slopes", "alibi_sqrt", "qq_bias", "prefix_ranges",
@@ -195,14 +196,24 @@ def _tensors(call: AttendCall, plan: AttendPlan, part: Partials) -> list[tuple[t
             own = latents.tensors(s, parts, part.query)
         else:
             operands = None if s.maps.k is None else s.maps.k.operands
-            key_map = (None, None) if operands is None else (operands.query, operands.mapped_key_mean)
+            key_map = (
+                (None, None)
+                if operands is None
+                else (_inverse(operands, operands.query, plan.tiling.block_m <= FEW), operands.mapped_key_mean)
+            )
             own = (q, s.k.codes, s.k.meta, s.v.codes, s.v.meta, *key_map)
         found.append((*own, *of_batch, *extras))
     map_ = call.segments[plan.order[0]].values[2]
-    matrix = None if map_ is None else map_.operands.output
+    operands = None if map_ is None else map_.operands
     if part.mapped is not None:
-        return [*found, (part.mapped, call.lse, None, dense(o.sinks)), (part.mapped, call.out, matrix)]
-    return [*found, (call.out, call.lse, matrix, dense(o.sinks))]
+        return [*found, (part.mapped, call.lse, None, dense(o.sinks)), (part.mapped, call.out, operands.output)]
+    return [*found, (call.out, call.lse, None if operands is None else _inverse(operands, operands.output, True), dense(o.sinks))]
+
+
+def _inverse(operands: MapOperands, matrix: torch.Tensor, few: bool) -> torch.Tensor:
+    """What the inverse of a map is read from: `matrix`, or the diagonal beside Hadamard matrices, where that is all there is to it and a
+    program has few rows; many share a matrix."""
+    return operands.diagonal if few and operands.diagonal is not None else matrix
 
 
 def _extra(value: torch.Tensor | bool | None) -> torch.Tensor | None:
@@ -269,6 +280,7 @@ def _attend_launch(
         launch.row_plan(codec, size, map_, side.scale, view, plan.target, plan.exact, call.q.dtype if tiling.lean else None)
         for codec, size, map_, side, view in zip((s.fmt.k, s.fmt.v), sizes, (s.maps.k, s.maps.v), (s.k, s.v), views)
     ]
+    plans[0] = replace(plans[0], hadamard=launch.hadamard_size(matrix))
     arguments = {
         "q": launch.rows_view(q),
         "part": shared.pop("part"),
@@ -293,8 +305,9 @@ def _attend_launch(
 
 @dataclass(frozen=True)
 class Combining:
-    """What partials are combined into, and how: the first mapped_splits of them through the matrix, times mapped_factor, the others times
-    plain_factor. out: `[M, HQ, D]`; lse: `[M, HQ]`. rows: of a program; None: by the number of rows."""
+    """What partials are combined into, and how: the first mapped_splits of them through the matrix, which may be the diagonal beside
+    Hadamard matrices, times mapped_factor, the others times plain_factor. out: `[M, HQ, D]`; lse: `[M, HQ]`. rows: of a program; None: by
+    the number of rows."""
 
     out: torch.Tensor
     lse: torch.Tensor | None
@@ -335,6 +348,7 @@ def combine_launch(part: Partials, into: Combining, target: Target) -> launch.La
         "OWN": own,
         "ROWS": rows,
         "MAPPED": mapped,
+        "HADAMARD": launch.hadamard_size(into.matrix) if mapped else 0,
         "PLAIN": into.mapped_splits < splits,
         "PRECISION": target.precision,
     }

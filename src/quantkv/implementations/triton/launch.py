@@ -162,7 +162,8 @@ def pages(side: PagedTensor, codec: Codec, head_size: int, stored: bool = False)
 
 
 def map_view(matrix: torch.Tensor | None, key_mean: torch.Tensor | None = None, rounding: Rounding | None = None) -> MapView:
-    """matrix `[HK or 1, D, D]`, dense; key_mean `[buckets, HK or 1, D]`, its last axis dense. rounding: of rows rounded by a Hessian."""
+    """matrix `[HK or 1, D, D]`, or a diagonal `[HK or 1, D]`, dense; key_mean `[buckets, HK or 1, D]`, its last axis dense. rounding: of
+    rows rounded by a Hessian."""
     view = MapView(matrix, 0 if matrix is None or matrix.shape[0] == 1 else matrix.stride(0))
     if key_mean is not None:
         head = 0 if key_mean.shape[1] == 1 else key_mean.stride(1)
@@ -171,6 +172,11 @@ def map_view(matrix: torch.Tensor | None, key_mean: torch.Tensor | None = None, 
         heads = [0 if t.shape[0] == 1 else t[0].numel() for t in rounding[1:]]
         view = view._replace(feedback=rounding.feedback, feedback_head=heads[0], gain=rounding.gain, gain_head=heads[1])
     return view
+
+
+def hadamard_size(matrix: torch.Tensor | None) -> int:
+    """Size of the Hadamard matrices beside a diagonal `[HK or 1, D]`; 0 of a matrix."""
+    return 0 if matrix is None or matrix.dim() > 2 else matrix.shape[1] & -matrix.shape[1]
 
 
 def dense(t: torch.Tensor | None) -> torch.Tensor | None:

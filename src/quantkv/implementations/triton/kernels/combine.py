@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .attend import LOG2E
 from .codes import to_float8
-from .tiles import load_matrix, map_product
+from .tiles import hadamard, load_diagonal, load_matrix, map_product
 
 
 @triton.jit
@@ -59,13 +59,15 @@ def combine_kernel(
     OWN: tl.constexpr,
     ROWS: tl.constexpr,
     MAPPED: tl.constexpr,
+    HADAMARD: tl.constexpr,
     PLAIN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Grid (blocks of ROWS rows, kv heads, blocks of OWN columns); a row is one of the GROUP heads of a token. part `[T, HQ, splits, D]`,
     lse `[T, HQ, splits]` base 2 -> out `[T, HQ, D]`, out_lse `[T, HQ]` natural, sinks included (ptr None: not asked for).
 
-    The first mapped_splits splits go through the map, times mapped_factor; the others are multiplied by plain_factor."""
+    The first mapped_splits splits go through the map, times mapped_factor; the others are multiplied by plain_factor. HADAMARD: the map is
+    Hadamard matrices of that size, then the diagonal that v_map has; 0: it is the matrix that v_map has."""
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1) * GROUP
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
@@ -85,7 +87,7 @@ def combine_kernel(
         top = tl.maximum(top, tl.max(value, axis=0))
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.exp2(sink - base)
-    COLUMNS: tl.constexpr = OWN if OWN <= 64 else 64 if WIDTH <= 128 else 32 if MAPPED else OWN
+    COLUMNS: tl.constexpr = OWN if OWN <= 64 or HADAMARD > 0 else 64 if WIDTH <= 128 else 32 if MAPPED else OWN
     mapped = tl.zeros([ROWS, WIDTH], tl.float32)
     if MAPPED:
         mapped, weight = combine_splits(part, lse, row, row_mask, base, splits, 0, mapped_splits, 0, D, WIDTH, CHUNK)
@@ -94,7 +96,9 @@ def combine_kernel(
         first = tl.program_id(2) * OWN + done
         result = tl.zeros([ROWS, COLUMNS], tl.float32)
         column = first + tl.arange(0, COLUMNS)
-        if MAPPED:
+        if HADAMARD > 0:
+            result = hadamard(mapped, HADAMARD) * load_diagonal(v_map, head, column, D) * mapped_factor
+        elif MAPPED:
             matrix = load_matrix(v_map, head, column, 0, D, WIDTH)
             back = map_product(repeat_rows(mapped, CHUNK), matrix, tl.zeros([16, COLUMNS], tl.float32), PRECISION)
             result = first_repeat(back, CHUNK) * mapped_factor

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 HALVES = tl.constexpr({n: (tl.float16,) * n for n in (1, 2, 4, 8, 16)})  # what inline PTX returns
+LOG2 = tl.constexpr({1 << n: n for n in range(12)})
 PAIRINGS = tl.constexpr({1: 0, 2: 1, 4: 2, 8: 3, 16: 4})  # how often planes are joined by pairs
 
 
@@ -80,6 +81,25 @@ def map_product(x, matrix, total, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def hadamard(x, BLOCK: tl.constexpr):
+    """x `[R, W]` through Hadamard matrices of BLOCK x BLOCK, a power of two, unnormalised. Neighbours always stand side by side: a stage
+    turns the bits of the index by one."""
+    STEPS: tl.constexpr = LOG2[BLOCK]
+    ROWS: tl.constexpr = x.shape[0] * x.shape[1] // BLOCK
+    y = tl.reshape(x, [ROWS, BLOCK])
+    for _ in tl.static_range(STEPS):
+        even, odd = tl.split(tl.reshape(y, [ROWS, BLOCK // 2, 2]))
+        y = tl.reshape(tl.permute(tl.join(even + odd, even - odd), [0, 2, 1]), [ROWS, BLOCK])
+    return tl.reshape(y, x.shape)
+
+
+@triton.jit
+def load_diagonal(map, head, column, D: tl.constexpr):
+    """Numbers `column [W]` of the head's diagonal: `[1, W]`."""
+    return tl.load(map.matrix + head * map.stride_head + column, mask=column < D, other=0.0)[None, :]
+
+
+@triton.jit
 def load_matrix(map, head, out, start, D: tl.constexpr, CHUNK: tl.constexpr):
     """Rows `out [W]`, columns start .. start + CHUNK of the head's matrix: `[W, CHUNK]`."""
     column = start + tl.arange(0, CHUNK)
@@ -100,7 +120,11 @@ def load_rows(rows, row_mask, map, head, position, PLAN: tl.constexpr, KEY_MEAN:
     P: tl.constexpr = PLAN.codec.planes
     D: tl.constexpr = PLAN.head_size
     W: tl.constexpr = PLAN.width
-    if PLAN.mapped:
+    if PLAN.hadamard > 0:
+        column = tl.arange(0, W * P)
+        x = tl.load(rows[:, None] + column[None, :], mask=row_mask[:, None] & (column < D)[None, :], other=0.0)
+        return split_planes(hadamard(x.to(tl.float32) * load_diagonal(map, head, column, D), PLAN.hadamard), P)
+    elif PLAN.mapped:
         CHUNK: tl.constexpr = 64 if W <= 128 else 32
         word = tl.arange(0, W)
         planes = ()

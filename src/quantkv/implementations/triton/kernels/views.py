@@ -35,7 +35,7 @@ class PagesView(NamedTuple):
 class MapView(NamedTuple):
     """`y = matrix (x - key_mean[position // 64])` for each kv head."""
 
-    matrix: Any = None  # [HK or 1, D, D]: y[out] = sum_in matrix[out, in] x[in]
+    matrix: Any = None  # [HK or 1, D, D]: y[out] = sum_in matrix[out, in] x[in]; or a diagonal [HK or 1, D] beside Hadamard matrices
     stride_head: Any = 0
     key_mean: Any = None  # [buckets, HK or 1, D] float32
     key_mean_bucket: Any = 0
@@ -165,6 +165,7 @@ class RowPlan(_Constant):
     cubic: tuple[float, float] | None = None  # rows are rounded by a Hessian, to these levels: see `Codec.cubic`
     align_meta: int = 1  # metadata of a page and kv head likewise, in elements
     align: int = 1  # rows begin at multiples of so many words: what Triton cannot see where strides are no multiples of 16
+    hadamard: int = 0  # size of the Hadamard matrices, where a view of a map has the diagonal before them and no matrix
 
     @property
     def bits(self) -> int:
