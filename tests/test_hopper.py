@@ -12,6 +12,7 @@ from quantkv.implementations.hopper.host import launch
 from quantkv.implementations.hopper.host.records import pages_of
 from quantkv.maps import hadamard, named_map
 from quantkv.testing import SampleBatch, check
+from segments import evened
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 hopper_only = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
@@ -118,6 +119,15 @@ def test_hadamard_with_signs(name):
         a = hadamard(128).float() * signs / 128**0.5
         maps.append(LinearMap(a[None], a.mT[None].contiguous()))
     run(batch(name, maps=LayerMaps(*maps)))
+
+
+@hopper_only
+@pytest.mark.parametrize("name", ["levels4", "levels3", "trellis2", "int8", "int4"])
+def test_hadamard_matrices_and_steps(name):
+    """Of each head its own, as presets have them."""
+    maps = evened(heads=8, buckets=40)
+    run(batch(name, maps=maps))
+    run(batch(name, (4, 2, 1, 3), maps=maps), window=300, softcap=30.0)
 
 
 @hopper_only

@@ -15,9 +15,11 @@ from quantkv.implementations.hopper import attend as hopper
 from quantkv.implementations.hopper.decode.latents import LatentConfig
 from quantkv.implementations.hopper.host import launch
 from quantkv.implementations.hopper.host.sass import is_product, kernels, step
+from quantkv.implementations.reference.attend import compute
 from quantkv.maps import LayerMaps, LinearMap
 from quantkv.options import AttentionOptions
 from quantkv.testing import LSE_BUDGET, OUTPUT_BUDGET, relative_error
+from segments import evened
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = "cuda" if ON_HOPPER else "cpu"
@@ -249,6 +251,17 @@ def test_parts_that_lie_askew_are_refused():
     parts = in_parts(call, None).parts
     askew = parts[1].new_zeros(*parts[1].shape[:2], 100)[..., :64]
     assert "q strides" in hopper._unsupported(replace(call, parts=(parts[0], askew)))
+
+
+@runs
+@pytest.mark.parametrize("fmt, heads", [("int4", 16), ("levels4", 128)])
+def test_steps_before_a_hadamard_matrix(fmt, heads, monkeypatch, tmp_path):
+    call, _ = batch_of(fmt, heads, device=DEVICE)
+    maps = LayerMaps(evened(512, 1).k.to(DEVICE))
+    call = replace(call, segments=(call.segments[0]._replace(maps=maps),))
+    assert hopper.configurations(call)[0].key_map == "EVENED"
+    run(monkeypatch, tmp_path, call)
+    check(call, compute(call, torch.float64))
 
 
 def test_refusals():

@@ -10,6 +10,7 @@ from quantkv.implementations.hopper import attend as hopper
 from quantkv.implementations.hopper.decode import warps, wgmma
 from quantkv.maps import default_map
 from quantkv.testing import OUTPUT_BUDGET, POISON, SampleBatch, check, relative_error, rows
+from segments import evened
 
 pytestmark = [pytest.mark.skipif(not AVAILABLE, reason="needs g++"), pytest.mark.usefixtures("five")]
 LENS = (300, 33, 1, 500)
@@ -212,6 +213,30 @@ def test_matrices_and_offsets(name, monkeypatch, tmp_path):
         a = a * (1 + torch.rand(2, 1, 128, generator=generator))
         sides.append(LinearMap(a.float(), torch.linalg.inv(a).float(), key_mean))
     attend(monkeypatch, tmp_path, name, VERIFY, maps=LayerMaps(*sides), max_tiles=4, options={"window": 300, "softcap": 30.0})
+
+
+EVENED = [  # queries, shape, options: in registers, of three groups of packed rows, by chunks, spilled, by wgmma, unsplit or not
+    (DECODE, {}, {"sinks": torch.linspace(-2, 2, 8)}),
+    (VERIFY, dict(dtype=torch.float16, block_size=32), {"window": 300, "softcap": 30.0}),
+    ((3, 2, 1, 3), dict(head_size=96), {}),
+    (DECODE, dict(head_size=80, head_size_v=176), {}),
+    (DECODE, dict(head_size=256, group=16, num_kv_heads=1), {}),
+    (WIDE, dict(head_size=64), {}),
+]
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 16])
+@pytest.mark.parametrize("queries, shape, options", EVENED, ids=str)
+@pytest.mark.parametrize("name", ["levels4", "int8/int4"])
+def test_hadamard_matrices_and_steps(name, queries, shape, options, multiprocessors, monkeypatch, tmp_path):
+    """Of each head its own, as presets have them: no matrix is read, and calls may be unsplit."""
+    heads, size = shape.get("num_kv_heads", 2), shape.get("head_size", 128)
+    maps = LayerMaps(evened(size, heads, buckets=5).k, evened(shape.get("head_size_v", size), heads).v)
+    usual = {"head_size": 128, "num_kv_heads": 2, "group": 4, "dtype": torch.bfloat16}
+    b = SampleBatch.make(name, queries, LENS, **{**usual, **shape}, maps=maps)
+    config = hopper.Plan(b.call(max_query_len=max(queries)), multiprocessors).main.config
+    assert (config.key_map, config.value_map, config.by_integers) == ("EVENED", "EVENED", False)
+    attend(monkeypatch, tmp_path, name, queries, multiprocessors=multiprocessors, options=options, maps=maps, **shape)
 
 
 def signed_maps(head_size, matrix=None):

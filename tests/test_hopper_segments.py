@@ -9,7 +9,7 @@ from hopper_on_cpu import AVAILABLE
 from quantkv import ops
 from quantkv.implementations.hopper import attend as hopper
 from quantkv.testing import SampleBatch, check
-from segments import DECODE, LENS, LONG, PLAIN, SINKS, SINKS_32, VERIFY, WIDE, Part, Several, calibrated, exact, run, signed
+from segments import DECODE, LENS, LONG, PLAIN, SINKS, SINKS_32, VERIFY, WIDE, Part, Several, calibrated, evened, exact, run, signed
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 hopper_only = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
@@ -97,7 +97,7 @@ def test_full_precision_tokens_on_a_cpu(name, queries, multiprocessors, shape, o
 
 @emulated
 @pytest.mark.parametrize("multiprocessors", [2, 64])
-@pytest.mark.parametrize("maps", [calibrated(), signed()], ids=["matrix", "hadamard"])
+@pytest.mark.parametrize("maps", [calibrated(), signed(), evened()], ids=["matrix", "hadamard", "evened"])
 def test_full_precision_tokens_with_maps_on_a_cpu(maps, multiprocessors, on_cpu):
     """First tokens as well: three segments, the values of two of them unmapped."""
     on_cpu(Several.make(exact("int4", LENS, 30, 16, maps=maps), VERIFY, LENS, **SINKS), multiprocessors)
@@ -142,7 +142,7 @@ def test_16_bit_rows(name, dtype, head_size, queries):
 @hopper_only
 @pytest.mark.parametrize("name", ["bf16", "bf16/int4", "int4/bf16"])
 def test_16_bit_rows_with_maps(name):
-    for maps in (calibrated(8), signed()):
+    for maps in (calibrated(8), signed(), evened(heads=8)):
         run(Several.make([Part(name, maps=maps)], VERIFY, LONG, **PLAIN))
 
 
@@ -194,7 +194,7 @@ def test_full_precision_tokens_and_several_queries(name, head_size, queries):
 @pytest.mark.parametrize("lens", [LONG, (30000,)], ids=["four", "one"])
 @pytest.mark.parametrize("name", ["int4", "int8", "tq4"])
 def test_full_precision_tokens_with_maps(name, lens):
-    for maps in (calibrated(8, buckets=30), signed()):
+    for maps in (calibrated(8, buckets=30), signed(), evened(heads=8, buckets=30)):
         for queries in ((1,) * len(lens), (2, 4, 1, 3)[: len(lens)]):
             run(Several.make(exact(name, lens, 24, 16, maps=maps), queries, lens, **PLAIN, **SINKS_32))
 

@@ -18,7 +18,7 @@ from quantkv.implementations.hopper.host import launch
 from quantkv.implementations.hopper.host.records import page_bytes
 from quantkv.implementations.hopper.host.sass import step
 from quantkv.testing import SampleBatch, check
-from segments import Part, Several, calibrated, exact, run, signed
+from segments import Part, Several, calibrated, evened, exact, run, signed
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 hopper_only = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
@@ -346,7 +346,7 @@ def test_shapes(name, shape):
 
 
 @hopper_only
-@pytest.mark.parametrize("maps", [calibrated(), signed()], ids=["matrix", "hadamard"])
+@pytest.mark.parametrize("maps", [calibrated(), signed(), evened(buckets=5)], ids=["matrix", "hadamard", "evened"])
 @pytest.mark.parametrize("name", ["int4", "tq4", "levels4"])
 def test_maps_and_offsets(name, maps):
     attend(batch(name, maps=maps))

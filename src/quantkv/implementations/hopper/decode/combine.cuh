@@ -187,7 +187,8 @@ template <bool APART> DI float conclude(
       for (int k = 1; k < VALUE_BLOCK / E; k <<= 1)
         x[d][0] = __shfl_xor_sync(~0u, x[d][0], k) + (lane & k ? -x[d][0] : x[d][0]);
       if (value_map && (Combined::WIDTH == DV || lane * E + d < DV))
-        x[d][0] = as_float(__float_as_uint(x[d][0]) ^ (u32)value_map[lane * E + d] << 16);
+        x[d][0] = VALUE_EVENED ? x[d][0] * as_float((u32)value_map[lane * E + d] << 16)
+                               : as_float(__float_as_uint(x[d][0]) ^ (u32)value_map[lane * E + d] << 16);
     }
   }
   return none || !APART ? 0.f : times(SCALED ? a.plain_gain : 1.f, beside) / total;
@@ -222,7 +223,7 @@ DI void write_outputs(const AttendArguments& a, const Combined& all, i64 out_row
 // Combines the partials of N packed query rows of S sequences (COMBINERS warps for each; of one row, fewer where
 // COMBINERS_VARY), from blockIdx.x * S on, and kv head blockIdx.y, and where packed query rows are many (IN_TURNS)
 // those gridDim.z * N further, and so on: what is counted of a (sequence, kv head) is counted once. Adds the sinks,
-// applies the values' map: the signs of a Hadamard matrix (null: all positive) or the rows of any other, times
+// applies the values' map: the diagonal behind Hadamard matrices (null: no sign) or the rows of any other, times
 // a.value_gain. Segments whose values have no map beside those that share one are combined apart, and added behind it;
 // so are exact tokens, which are attended to here.
 template <int N, int S, int COMBINERS>

@@ -210,7 +210,7 @@ struct WarpgroupQueries {
 #pragma unroll 1
     for (int nt = member; nt < TILES; nt += WORKER_WARPS) {
       Query query;
-      if (nt > member) given.ask(q, a.key_map, sequences, s, head, packed_row0 + 8 * nt);
+      if (nt > member) given.ask(q, diagonal_of(a, head), sequences, s, head, packed_row0 + 8 * nt);
       if constexpr (KEY_MAP == MATRIX) {
         u32 x[DK / 8];
         Query::arrange(x, given.words[0]);
@@ -227,13 +227,13 @@ struct WarpgroupQueries {
       } else if constexpr (BY_CHUNKS) {
         // over their own operands
         const auto place = [&](int d) { return base + d / 64 * SLAB + nt * (8 * MATRIX_ROW) + d % 64 * 16; };
-        Query::map_chunks(given.words[0], given.signs, place);
+        Query::map_chunks(given.words[0], given.diagonal, place);
         __syncwarp();
         Query::gather(query.b[0], place);
         __syncwarp();
         store(nt, query);
       } else {
-        Query::map(query.b[0], given.words[0], given.signs);
+        Query::map(query.b[0], given.words[0], given.diagonal);
         store(nt, query);
       }
       Query::add_up(query.sum[0], query.b[0]);

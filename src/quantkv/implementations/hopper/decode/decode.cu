@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
   GivenQuery given;
   const auto is_mapper = [&](int nt) { return !shares_queries || min(nt, unsplit.warps - 1) == warp - unsplit.first; };
   if (KEY_MAP != MATRIX)
-    given.ask(queries, a.key_map, sequences, work.sequence, work.kv_head, packed_row0, is_mapper);
+    given.ask(queries, diagonal_of(a, work.kv_head), sequences, work.sequence, work.kv_head, packed_row0, is_mapper);
   u32 ring = shared_address(shared) + TABLES_BYTES + warp * WORKER_BYTES;
   keep(ring);
   Loader loader(sequences, a, work.kv_head, work.sequence, work.tile, work.left);
@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
     }
     work.end_stretch(a, sequences);
     if (KEY_MAP != MATRIX && !shares_queries && work.left > 0 && work.needs_queries())
-      given.ask(queries, a.key_map, sequences, work.sequence, work.kv_head, packed_row0);
+      given.ask(queries, diagonal_of(a, work.kv_head), sequences, work.sequence, work.kv_head, packed_row0);
     else given.forget();
   }
   finish(a, sequences, run, unsplit, runs_unsplit, worker, work, packed_row0);

@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
   if (base % 1024) __trap();
   GivenQuery given;
   if (!LATENTS && work.left > 0)
-    given.ask(queries, a.key_map, sequences, work.sequence, work.kv_head, packed_row0 + 8 * member);
+    given.ask(queries, diagonal_of(a, work.kv_head), sequences, work.sequence, work.kv_head, packed_row0 + 8 * member);
   KvTileLoader loader(sequences, a, member, work.kv_head, work.sequence, work.tile, work.left);
   u32 slot = base + RING_AT, free_slot = slot + AHEAD * KV_TILE_BYTES;  // of the next KV tile, and of the one before
   for (int i = 0; i < AHEAD; i++) loader.next(slot + i * KV_TILE_BYTES + member * TILE_BYTES);
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
     work.end_stretch(a, sequences);
     if (LATENTS) continue;
     if (work.left > 0 && work.needs_queries())
-      given.ask(queries, a.key_map, sequences, work.sequence, work.kv_head, packed_row0 + 8 * member);
+      given.ask(queries, diagonal_of(a, work.kv_head), sequences, work.sequence, work.kv_head, packed_row0 + 8 * member);
     else given.forget();
   }
   int* ended_in = (int*)(shared + TABLES_BYTES + WORKERS * WORKER_BYTES);

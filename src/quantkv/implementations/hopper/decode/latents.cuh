@@ -19,7 +19,7 @@ struct LatentQueries : WarpgroupQueries {
     }
   }
   // The part `own` of a packed query row's operands; null: of none.
-  static DI void map(u32 (&b)[WORDS], const u16* row, const u16* sign_bits, int own) {
+  static DI void map(u32 (&b)[WORDS], const u16* row, const u16* diagonal_row, int own) {
     u32 words[WORDS], x[WORDS];
     if constexpr (KEY_MAP == NO_MAP) {
       take(words, row, own), Query::arrange(x, words);
@@ -32,10 +32,10 @@ struct LatentQueries : WarpgroupQueries {
       float y[STEPS][4] = {};
 #pragma unroll
       for (int part = 0; part < WORKER_WARPS; part++) {
-        u32 signs[WORDS];
-        take(words, row, part), take(signs, sign_bits, part);
+        u32 diagonal[WORDS];
+        take(words, row, part), take(diagonal, diagonal_row, part);
 #pragma unroll
-        for (int j = 0; j < WORDS; j++) words[j] ^= signs[j];
+        for (int j = 0; j < WORDS; j++) words[j] = by_diagonal(words[j], diagonal[j]);
         Query::arrange(x, words);
         const u32 h = h_16 ^ (__popc(part & own) & 1 ? 0x80008000u : 0);
 #pragma unroll

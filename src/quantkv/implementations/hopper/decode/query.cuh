@@ -3,6 +3,16 @@
 #include "linear.cuh"
 
 DI u32 query_pair(u32 x) { return QUERY_BF16 ? half2(as_float(x << 16), as_float(x & 0xffff0000u)) : x; }
+// A pair of a query's numbers by what a Hadamard matrix's diagonal has of them: signs, or where KEY_EVENED, powers of
+// two up to 1 with signs, as bfloat16.
+DI u32 by_diagonal(u32 x, u32 diagonal) {
+  if (!KEY_EVENED) return x ^ diagonal;
+  return QUERY_BF16 ? mul_bfloat2(x, diagonal) : mul2(x, half2(as_float(diagonal << 16), as_float(diagonal & 0xffff0000u)));
+}
+// The diagonal of a kv head's Hadamard matrices.
+DI const u16* diagonal_of(const AttendArguments& a, int head) {
+  return KEY_EVENED ? a.key_map + (i64)head * a.key_map_stride : a.key_map;
+}
 DI float query_number(u32 x) { return QUERY_BF16 ? as_float(x << 16) : low(x); }  // the lower 16 bits
 DI u16 query_type(float x) { return QUERY_BF16 ? bfloat1(x) : half1(x); }
 
@@ -23,7 +33,7 @@ struct EveryTile {  // of packed query rows is this warp's
 // Packed query rows as they were given: each lane has a quarter of one of every eight, or of each of its chunks of 16.
 // They are asked for before the tiles, behind which they would queue, and arrive while those are on their way.
 struct GivenQuery {
-  u32 words[NT][DK / 8], signs[DK / 8];  // signs: of a Hadamard matrix
+  u32 words[NT][DK / 8], diagonal[DK / 8];  // diagonal: before Hadamard matrices
 
   // A tile of packed query rows, to their places.
   static DI void ask(
@@ -33,19 +43,19 @@ struct GivenQuery {
     const bool used = packed_row < sequences.queries(s) * GROUP;  // what lies in odd places is not looked at
     take(words, q.row(sequences.first_query(s) + packed_row / GROUP, head * GROUP + packed_row % GROUP), used);
   }
-  // sign_bits: null where all are positive. mine(nt): whether this warp maps that tile.
-  template <class Mine = EveryTile> DI void ask(const Queries& q, const u16* sign_bits, const Sequences& sequences,
+  // diagonal_row: null where all signs are positive. mine(nt): whether this warp maps that tile.
+  template <class Mine = EveryTile> DI void ask(const Queries& q, const u16* diagonal_row, const Sequences& sequences,
       int s, int head, int packed_row0, Mine mine = {}) {
 #pragma unroll
     for (int nt = 0; nt < NT; nt++)
       if (mine(nt)) ask(words[nt], q, sequences, s, head, packed_row0, nt);
-    if (KEY_MAP == HADAMARD) take(signs, sign_bits, sign_bits != nullptr);
+    if (KEY_MAP == HADAMARD) take(diagonal, diagonal_row, diagonal_row != nullptr);
   }
   // Where none are asked for: registers that are not waited with.
   DI void forget() {
 #pragma unroll
     for (int i = 0; i < DK / 8; i++) {
-      signs[i] = 0;
+      diagonal[i] = 0;
 #pragma unroll
       for (int nt = 0; nt < NT; nt++) words[nt][i] = 0;
     }
@@ -132,7 +142,7 @@ struct Query {
   // Eight packed query rows as GivenQuery has them, mapped BY_CHUNKS, to shared memory: the eight numbers of dimension
   // d at place(d), 16 bytes.
   template <class Place>
-  static DI void map_chunks(const u32 (&words)[DK / 8], const u32 (&signs)[DK / 8], Place place) {
+  static DI void map_chunks(const u32 (&words)[DK / 8], const u32 (&diagonal)[DK / 8], Place place) {
     const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     float y[D / 16][4] = {};
     u32 h[4];  // rows g and g + 8 of H_16, with columns 4 c and the next, then the two behind them
@@ -143,8 +153,8 @@ struct Query {
     }
 #pragma unroll
     for (int w = 0; w < D / 16; w++)
-      mma(y[w], h[0], h[1], h[2], h[3], query_pair(words[2 * w] ^ signs[2 * w]),
-          query_pair(words[2 * w + 1] ^ signs[2 * w + 1]));
+      mma(y[w], h[0], h[1], h[2], h[3], query_pair(by_diagonal(words[2 * w], diagonal[2 * w])),
+          query_pair(by_diagonal(words[2 * w + 1], diagonal[2 * w + 1])));
     butterfly<KEY_BLOCK / 16>(y);
 #pragma unroll
     for (int w = 0; w < DK / 16; w++)
@@ -176,11 +186,11 @@ struct Query {
   }
 
   // A tile of packed query rows as they were given.
-  static DI void map(u32 (&b)[DK / 8], const u32 (&given)[DK / 8], const u32 (&signs)[DK / 8]) {
+  static DI void map(u32 (&b)[DK / 8], const u32 (&given)[DK / 8], const u32 (&diagonal)[DK / 8]) {
     u32 words[DK / 8], x[DK / 8];
     float y[DK / 16][4] = {};
 #pragma unroll
-    for (int j = 0; j < DK / 8; j++) words[j] = given[j] ^ (KEY_MAP == HADAMARD ? signs[j] : 0);
+    for (int j = 0; j < DK / 8; j++) words[j] = KEY_MAP == HADAMARD ? by_diagonal(given[j], diagonal[j]) : given[j];
     arrange(x, words);
     if constexpr (KEY_MAP == HADAMARD) {  // 16 dimensions of each w by mma, then along w
       const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
@@ -208,7 +218,7 @@ struct Query {
     if constexpr (BY_CHUNKS) {
 #pragma unroll
       for (int nt = 0; nt < NT; nt++)
-        if (mine(nt)) map_chunks(given.words[nt], given.signs, place(nt));
+        if (mine(nt)) map_chunks(given.words[nt], given.diagonal, place(nt));
       __syncwarp();
     }
 #pragma unroll
@@ -220,7 +230,7 @@ struct Query {
 #pragma unroll
         for (int w = 0; w < DK / 16; w++) load_shared<8>(spilled + spilled_place(nt, w), &b[nt][2 * w]);
       } else {
-        map(b[nt], given.words[nt], given.signs);
+        map(b[nt], given.words[nt], given.diagonal);
       }
     }
   }

@@ -12,6 +12,7 @@ from ....format import Codec
 from ..codec import HopperCodec
 from ..host.launch import SHARED_BYTES, arguments
 from ..host.nvrtc import compile_cubin
+from ..host.operands import HADAMARDS
 from ..host.records import page_bytes, row_macros
 
 T = TypeVar("T")
@@ -46,7 +47,7 @@ class CallShape:
     bf16: bool
     packed_rows: int
     softcap: bool = False
-    key_map: str = "NO_MAP"  # or HADAMARD or MATRIX
+    key_map: str = "NO_MAP"  # or HADAMARD, EVENED (the same with steps) or MATRIX
     value_map: str = "NO_MAP"
     key_mean: bool = False
 
@@ -200,7 +201,7 @@ class DecodeConfig(CallShape):
     def partials_at_once(self) -> int:
         """Partials of a row that a warp loads together to combine them."""
         pairs = -(-self.head_size_v // 64)
-        return 16 // (4 if self.value_map == "HADAMARD" and pairs == 3 else pairs)
+        return 16 // (4 if self.value_map in HADAMARDS and pairs == 3 else pairs)
 
     @property
     def score_bytes(self) -> int:
@@ -233,7 +234,7 @@ class DecodeConfig(CallShape):
     @property
     def mapped_bytes(self) -> int:
         """Shared memory of a warp where queries are put together: under a matrix, or BY_CHUNKS as in linear.cuh."""
-        if self.key_map == "HADAMARD" and (self.head_size & (self.head_size - 1) or self.key_dimensions > self.head_size):
+        if self.key_map in HADAMARDS and (self.head_size & (self.head_size - 1) or self.key_dimensions > self.head_size):
             return 16 * self.key_dimensions * self.spilled_tiles
         return 2 * self.query_bytes if self.key_map == "MATRIX" else 0
 
@@ -256,8 +257,8 @@ class DecodeConfig(CallShape):
         return dict(
             **row_macros(self.key, self.value, self.head_size, self.head_size_v), KEY_DIMENSIONS=self.key_dimensions, GROUP=self.group,
             KV_HEADS=self.kv_heads, BLOCK_SIZE=self.block_size, RECORD_BYTES=self.record_bytes, KEY_HALF=key.half,
-            KEY_ODD_UNIT=key.odd_unit, KEY_TABLE_BYTES=self.key_table_bytes, TABLES_BYTES=self.table_bytes, KEY_MAP=self.key_map,
-            KEY_MEAN=int(self.key_mean), VALUE_MAP=self.value_map, QUERY_BF16=int(self.bf16), SOFTCAP=int(self.softcap),
+            KEY_ODD_UNIT=key.odd_unit, KEY_TABLE_BYTES=self.key_table_bytes, TABLES_BYTES=self.table_bytes, **self._maps(),
+            KEY_MEAN=int(self.key_mean), QUERY_BF16=int(self.bf16), SOFTCAP=int(self.softcap),
             RANGES=int(self.ranges), SEVERAL_DECODES=int(self.several_decodes), SEGMENTS=self.segments,
             MAPPED_SEGMENTS=self.mapped_segments,
             PDL_AFTER_WRITE=int(self.pdl_after_write), UNSPLIT=int(self.unsplit), EITHER=int(self.either),
@@ -273,6 +274,12 @@ class DecodeConfig(CallShape):
             COMBINERS_VARY=int(self.combiners_vary),
             ARGUMENT_BYTES=sizeof(arguments("AttendArguments")),
         )  # fmt: skip
+
+    def _maps(self) -> dict[str, object]:
+        """Which maps both sides have. EVENED: a Hadamard matrix behind steps in place of signs."""
+        kinds = dict(KEY=self.key_map, VALUE=self.value_map)
+        maps = {f"{side}_MAP": "HADAMARD" if kind in HADAMARDS else kind for side, kind in kinds.items()}
+        return maps | {f"{side}_EVENED": int(kind == "EVENED") for side, kind in kinds.items()}
 
     def cubin(self) -> bytes:
         """Compiled, once."""
@@ -294,7 +301,8 @@ def choose(shape: CallShape, capacity: int = 1 << 20) -> DecodeConfig:
     most = 1 if size > 256 else 2 if size > 128 or shape.key_map == "MATRIX" else 4
     packed_row_tiles = min(-(-shape.packed_rows // 8), most)
     whole = codec.dimensions(head_size) % 32 == 0  # a product takes so many
-    by_integers = codec.integers and whole and shape.packed_rows <= INTEGER_PACKED_ROWS and shape.key_map != "MATRIX" and not shape.key_mean
+    rotated = shape.key_map in ("EVENED", "MATRIX") or shape.key_mean
+    by_integers = codec.integers and whole and shape.packed_rows <= INTEGER_PACKED_ROWS and not rotated
     packed_rows = min(4 * -(-shape.packed_rows // 4), 8 * packed_row_tiles)
     if size > 256 or packed_row_tiles > 2:
         chosen = dict(warps=8, max_stages=3)

@@ -13,7 +13,7 @@ struct AttendArguments {
   const int* block_table;
   const int* seq_lens;
   const int* cu_queries;
-  const u16* key_map;     // signs of a Hadamard matrix, or the tiles of a matrix for each head
+  const u16* key_map;     // signs beside Hadamard matrices, steps of each head, or the tiles of each head's matrix
   const u16* value_map;
   const u16* key_mean;  // tiles of 16 rows
   const u8* sinks;

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ....maps import LinearMap
+from ....maps import LinearMap, MapOperands
 from ..codec import HopperCodec
 
 T = TypeVar("T")
@@ -29,16 +29,19 @@ def kept(tensor: torch.Tensor, use: Hashable, make: Callable[[], T]) -> T:
 class KernelMap:
     """A linear map as the kernels read it, times `gain`."""
 
-    kind: str  # NO_MAP, HADAMARD, MATRIX
+    kind: str  # NO_MAP, HADAMARD, EVENED, MATRIX
     data: torch.Tensor | None
     gain: float
 
     @staticmethod
-    def hadamard(signs: torch.Tensor, gain: float) -> KernelMap:
-        """`H diag(signs)` for queries, `diag(signs) H` for outputs, H in blocks (`MapOperands.signs`). Data: the sign bits [1, D] of
-        `signs`, None where none is set."""
-        bits = signs.to(torch.bfloat16).view(torch.int16) & -0x8000
-        return KernelMap("HADAMARD", bits[None] if bool(bits.any()) else None, gain)
+    def hadamard(operands: MapOperands) -> KernelMap:
+        """`H diag(d)` for queries, `diag(d) H` for outputs, H in blocks (`MapOperands.diagonal`). Data: the sign bits [1, D] of signs,
+        None where none is set; of steps powers of two up to 1 with their signs, [HK or 1, D] bfloat16."""
+        if operands.signs is None:
+            largest = operands.diagonal.abs().max().item()
+            return KernelMap("EVENED", (operands.diagonal / largest).bfloat16(), largest * operands.inverse_factor)
+        bits = operands.diagonal.to(torch.bfloat16).view(torch.int16) & -0x8000
+        return KernelMap("HADAMARD", bits if bool(bits.any()) else None, operands.inverse_factor)
 
     @staticmethod
     def matrix(matrix: torch.Tensor, key: HopperCodec | None = None) -> KernelMap:
@@ -52,15 +55,16 @@ class KernelMap:
 
     @property
     def address(self) -> int | None:
-        """Address of its matrices; None for a Hadamard map."""
+        """Address of its matrices, or of what stands beside Hadamard matrices; None where nothing does."""
         return None if self.data is None else self.data.data_ptr()
 
     @property
     def head_stride(self) -> int:
-        """Numbers from one head's matrix to the next; 0 where all heads share one."""
+        """Numbers from what one head has to the next; 0 where all heads share one."""
         return self.data.stride(0) if self.data is not None and self.data.shape[0] > 1 else 0
 
 
+HADAMARDS = ("HADAMARD", "EVENED")  # kinds of maps that are Hadamard matrices and a diagonal
 NO_MAP = KernelMap("NO_MAP", None, 1.0)
 
 
@@ -115,16 +119,17 @@ def kind(map_: LinearMap | None) -> str:
     """What the kernels are compiled for."""
     if map_ is None:
         return "NO_MAP"
-    return "MATRIX" if map_.operands.signs is None else "HADAMARD"
+    operands = map_.operands
+    return "HADAMARD" if operands.signs is not None else "MATRIX" if operands.diagonal is None else "EVENED"
 
 
 def map_of(map_: LinearMap | None, key: HopperCodec | None) -> KernelMap | None:
     """The inverse of a layer's map: for queries of keys of codec `key`, or for outputs (None)."""
     if map_ is None:
         return None
-    signs, factor = map_.operands.signs, map_.operands.inverse_factor
-    if kind(map_) == "HADAMARD":
-        return kept(map_.inverse, "hadamard", lambda: KernelMap.hadamard(signs, factor))
+    operands = map_.operands
+    if kind(map_) in HADAMARDS:
+        return kept(map_.inverse, "hadamard", lambda: KernelMap.hadamard(operands))
     return kept(map_.inverse, key, lambda: KernelMap.matrix(map_.inverse if key is None else map_.inverse.mT, key))
 
 
