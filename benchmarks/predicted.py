@@ -8,7 +8,9 @@ A prediction is no measurement. Time of a call = START + matrices / L2 + (memory
 - issue: tiles of the busiest multiprocessor, times the cycles of a scheduler for one tile: a cycle an instruction, and of tensor cores'
   instructions TENSOR of the cycles that they take, for which a scheduler waits; or what the busiest pipe takes, if that is more. Where
   loads of a tile are not issued ahead of it, WAIT for each of the two that follow each other.
-- matrices: each program reads the rotation of the queries, each combining one that of the values, at L2 bytes a clock and multiprocessor.
+- matrices: each program read the rotation of the queries, each combining one that of the values, at L2 bytes a clock and multiprocessor.
+  Since both are butterflies in registers nothing is read: NOW has no L2, and its START was fitted on int4 of an H200 (B8xL32768 and
+  B64xL8192, 79.8 and 145.7 us). START is of a GPU of 1.98 GHz, and longer on slower ones.
 
 START, L2 and TENSOR are fitted on an H100 (int4, ten shapes of head size 128 of results/h100-geometries.json); WAIT on one figure of an
 H200 (levels4, B64xL8192), since no format with such loads was timed on an H100. P was chosen among 2, 2.5 and 3, which the H100 hardly
@@ -45,6 +47,8 @@ class Fit(NamedTuple):
 
 
 FITTED = Fit(start=0, l2=6.5, tensor=1.0, wait=0.53)
+NOW = FITTED._replace(start=8, l2=math.inf)
+START_GHZ = 1.98
 
 
 class Gpu(NamedTuple):
@@ -115,7 +119,8 @@ def microseconds(loop: dict, gpu: Gpu, ceiling_gbps: float, fit: Fit, power: flo
     waits = 0 if loop["arch"].startswith("gfx") or loop["instructions"].get("load", 0) < 2 else 2 * fit.wait
     issue = loop["tiles"] * (warps / 4 * tile_cycles(loop["instructions"], gpu, fit) / clock + waits)
     memory = loop["nbytes"] / ceiling_gbps / 1e3
-    return fit.start + matrix_bytes(loop) / (fit.l2 * gpu.processors * clock) + (memory**power + issue**power) ** (1 / power)
+    before = fit.start * START_GHZ / gpu.ghz + matrix_bytes(loop) / (fit.l2 * gpu.processors * clock)
+    return before + (memory**power + issue**power) ** (1 / power)
 
 
 def loops_of(when: str) -> dict[tuple[str, str, str], dict]:
@@ -173,7 +178,7 @@ def table() -> list[str]:
         ceiling, cells = CEILING * gpu.gbps, []
         for call in CALLS:
             loop = loops[(name, *call)]
-            cells.append(f"{100 * loop['nbytes'] / ceiling / 1e3 / microseconds(loop, gpu, ceiling, FITTED):.0f}")
+            cells.append(f"{100 * loop['nbytes'] / ceiling / 1e3 / microseconds(loop, gpu, ceiling, NOW):.0f}")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from quantkv import get_format, ops
+from quantkv import ops
 from quantkv.bench.contestants import TOLERANCE, filled
 from quantkv.bench.problem import Entry, Problem, Unavailable
 from quantkv.bench.rivals import rivals
@@ -130,7 +130,7 @@ def flash3(problem: Problem, peers: Path | None) -> Iterator[tuple[str, Entry]]:
 
 def ours(problem: Problem, name: str, variants: list[str] | None) -> Iterator[tuple[str, Entry]]:
     """Attention over one cache of a format, by Triton under each variant and by Hopper."""
-    cache, rows = filled(problem, get_format(name).name)
+    cache, rows = filled(problem, name)
     nbytes = int(problem.shape.tokens_read * cache.spec.bytes_per_token)
     batch = Batch(problem.cu_seqlens_q, problem.seq_lens, problem.shape.Q)
     call = lambda: AttendCall(problem.q, (cache.segment(problem.block_table),), batch, problem.scale)

@@ -14,7 +14,7 @@ from ..formats import get_format
 from ..implementations import refusal
 from ..implementations.cpu.compiling import missing
 from ..implementations.prefill import backends
-from ..maps import KEY_MEAN_BUCKET, LayerMaps, LinearMap
+from ..maps import KEY_MEAN_BUCKET, LayerMaps, LinearMap, hadamard
 from ..prepared import prepare_attend, prepare_write
 from .problem import Entry, Problem, RowsOf, Unavailable
 from .shapes import KINDS
@@ -100,23 +100,34 @@ def _reader(problem: Problem, implementation: str, cache: PagedCache, rows: Rows
 def empty(problem: Problem, format_name: str) -> tuple[PagedCache, RowsOf]:
     """A cache with room for the problem, and how its rows are read."""
     s, (name, *own) = problem.shape, format_name.split("+")
-    if own not in ([], ["maps"]):
-        raise ValueError(f"format {format_name!r}: only '+maps' may follow a name")
-    maps = layer_maps(problem) if own else None
+    if own not in ([], ["maps"], ["steps"]):
+        raise ValueError(f"format {format_name!r}: only '+maps' or '+steps' may follow a name")
+    maps = layer_maps(problem, stepped if own == ["steps"] else turned) if own else None
     cache = PagedCache(get_format(name).cache_spec(s.HK, s.D, s.head_size_v, s.P), problem.num_blocks, problem.device, maps=maps)
     position = problem.positions.new_zeros(problem.num_blocks * s.P)
     position[problem.slots] = problem.positions
     return cache, lambda slots: cache.dequantize(slots, position[slots], torch.float64)
 
 
-def layer_maps(problem: Problem) -> LayerMaps:
-    """Random rotations `[HK, D, D]` of K and V, and a key mean of the keys for every 64 positions: as costly as any."""
+def layer_maps(problem: Problem, make: Callable[[int, int, torch.Generator], torch.Tensor]) -> LayerMaps:
+    """Matrices `[HK, D, D]` of K and V, by `turned` or `stepped`, and a key mean of the keys for every 64 positions."""
     s = problem.shape
     generator = torch.Generator("cpu").manual_seed(1)
-    normal = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64, device="cpu")
-    k, v = (torch.linalg.qr(normal(s.HK, size, size))[0] for size in (s.D, s.head_size_v))
-    key_mean = normal(-(-problem.length // KEY_MEAN_BUCKET), s.HK, s.D).float()
-    return LayerMaps(*(LinearMap(a.float(), a.mT.contiguous().float(), off) for a, off in ((k, key_mean), (v, None))))
+    k, v = (make(s.HK, size, generator) for size in (s.D, s.head_size_v))
+    key_mean = torch.randn(-(-problem.length // KEY_MEAN_BUCKET), s.HK, s.D, generator=generator, device="cpu")
+    return LayerMaps(*(LinearMap(a.float(), torch.linalg.inv(a).float(), off) for a, off in ((k, key_mean), (v, None))))
+
+
+def turned(heads: int, size: int, generator: torch.Generator) -> torch.Tensor:
+    """Random rotations `[heads, size, size]` float64: as costly as any matrix."""
+    return torch.linalg.qr(torch.randn(heads, size, size, generator=generator, dtype=torch.float64, device="cpu"))[0]
+
+
+def stepped(heads: int, size: int, generator: torch.Generator) -> torch.Tensor:
+    """Hadamard matrices in blocks behind powers of two, `[heads, size, size]` float64: what a calibration makes of uneven keys."""
+    block = size & -size
+    blocks = torch.block_diag(*[hadamard(block)] * (size // block))
+    return blocks * 2.0 ** -torch.randint(0, 4, (heads, 1, size), generator=generator, device="cpu")
 
 
 def filled(problem: Problem, format_name: str) -> tuple[PagedCache, RowsOf]:
