@@ -347,8 +347,7 @@ def combine_launch(part: Partials, into: Combining, target: Target) -> launch.La
         "WIDTH": width,
         "OWN": own,
         "ROWS": rows,
-        "MAPPED": mapped,
-        "HADAMARD": launch.hadamard_size(into.matrix) if mapped else 0,
+        "MAPPED": (-launch.hadamard_size(into.matrix) or 1) if mapped else 0,
         "PLAIN": into.mapped_splits < splits,
         "PRECISION": target.precision,
     }

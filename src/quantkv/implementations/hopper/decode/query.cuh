@@ -7,7 +7,8 @@ DI u32 query_pair(u32 x) { return QUERY_BF16 ? half2(as_float(x << 16), as_float
 // two up to 1 with signs, as bfloat16.
 DI u32 by_diagonal(u32 x, u32 diagonal) {
   if (!KEY_EVENED) return x ^ diagonal;
-  return QUERY_BF16 ? mul_bfloat2(x, diagonal) : mul2(x, half2(as_float(diagonal << 16), as_float(diagonal & 0xffff0000u)));
+  return QUERY_BF16 ? mul_bfloat2(x, diagonal)
+                    : mul2(x, half2(as_float(diagonal << 16), as_float(diagonal & 0xffff0000u)));
 }
 // The diagonal of a kv head's Hadamard matrices.
 DI const u16* diagonal_of(const AttendArguments& a, int head) {

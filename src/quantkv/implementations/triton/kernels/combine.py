@@ -59,15 +59,15 @@ def combine_kernel(
     OWN: tl.constexpr,
     ROWS: tl.constexpr,
     MAPPED: tl.constexpr,
-    HADAMARD: tl.constexpr,
     PLAIN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Grid (blocks of ROWS rows, kv heads, blocks of OWN columns); a row is one of the GROUP heads of a token. part `[T, HQ, splits, D]`,
     lse `[T, HQ, splits]` base 2 -> out `[T, HQ, D]`, out_lse `[T, HQ]` natural, sinks included (ptr None: not asked for).
 
-    The first mapped_splits splits go through the map, times mapped_factor; the others are multiplied by plain_factor. HADAMARD: the map is
-    Hadamard matrices of that size, then the diagonal that v_map has; 0: it is the matrix that v_map has."""
+    The first mapped_splits splits go through the map, times mapped_factor; the others are multiplied by plain_factor. MAPPED: 1, by the
+    matrix that v_map has; -n, by Hadamard matrices of size n and the diagonal that it has; 0, there are none."""
+    HADAMARD: tl.constexpr = -MAPPED if MAPPED < 0 else 0
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1) * GROUP
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
@@ -87,9 +87,9 @@ def combine_kernel(
         top = tl.maximum(top, tl.max(value, axis=0))
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.exp2(sink - base)
-    COLUMNS: tl.constexpr = OWN if OWN <= 64 or HADAMARD > 0 else 64 if WIDTH <= 128 else 32 if MAPPED else OWN
+    COLUMNS: tl.constexpr = OWN if OWN <= 64 or HADAMARD > 0 else 64 if WIDTH <= 128 else 32 if MAPPED != 0 else OWN
     mapped = tl.zeros([ROWS, WIDTH], tl.float32)
-    if MAPPED:
+    if MAPPED != 0:
         mapped, weight = combine_splits(part, lse, row, row_mask, base, splits, 0, mapped_splits, 0, D, WIDTH, CHUNK)
         total += weight
     for done in tl.static_range(0, OWN, COLUMNS):
@@ -98,7 +98,7 @@ def combine_kernel(
         column = first + tl.arange(0, COLUMNS)
         if HADAMARD > 0:
             result = hadamard(mapped, HADAMARD) * load_diagonal(v_map, head, column, D) * mapped_factor
-        elif MAPPED:
+        elif MAPPED != 0:
             matrix = load_matrix(v_map, head, column, 0, D, WIDTH)
             back = map_product(repeat_rows(mapped, CHUNK), matrix, tl.zeros([16, COLUMNS], tl.float32), PRECISION)
             result = first_repeat(back, CHUNK) * mapped_factor
