@@ -104,7 +104,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
     work.end_stretch(a, sequences);
     if (LATENTS) continue;
     if (work.left > 0 && work.needs_queries())
-      given.ask(queries, diagonal_of(a, work.kv_head), sequences, work.sequence, work.kv_head, packed_row0 + 8 * member);
+      given.ask(queries, diagonal_of(a, work.kv_head), sequences, work.sequence, work.kv_head,
+          packed_row0 + 8 * member);
     else given.forget();
   }
   int* ended_in = (int*)(shared + TABLES_BYTES + WORKERS * WORKER_BYTES);
