@@ -280,8 +280,11 @@ def test_any_map_and_offset(name):
         assert (side.codes.view(torch.uint8) != codes).float().mean() <= 0.004
 
 
+STEPPED = [("levels4", 64), ("int4", 96), ("tq3/int2", 64), ("int8", 128), ("levels2", 24), ("levels4", 80)]
+
+
 @pytest.mark.parametrize("queries", [(1, 1), (3, 12)])
-@pytest.mark.parametrize("name, head_size", [("levels4", 64), ("int4", 96), ("tq3/int2", 64), ("int8", 128)])
+@pytest.mark.parametrize("name, head_size", STEPPED)
 def test_maps_of_hadamard_matrices_and_steps(name, head_size, queries):
     """Of each head its own, as presets have them: few queries and outputs go through butterflies, many queries through a matrix."""
     maps = evened(head_size)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from ...calls import AttendCall, Segment
-from ...maps import MapOperands
 from ...options import TENSORS
 
 try:
@@ -23,7 +22,7 @@ else:
     from .kernels.combine import combine_kernel
     from .kernels.views import BatchView, Extras, Features, MapView, RowsView
     from .launch import Target
-    from .tiling import FEW, Tiling, combine_rows, split_count
+    from .tiling import FEW, WORDS_OF_HADAMARD, Tiling, combine_rows, split_count
 
 SUPPORTED = frozenset((
     "causal", "window", "chunk_lookback", "softcap", "sinks", "alibi_slopes", "alibi_sqrt", "qq_bias", "prefix_ranges",
@@ -195,25 +194,24 @@ def _tensors(call: AttendCall, plan: AttendPlan, part: Partials) -> list[tuple[t
         if latent:
             own = latents.tensors(s, parts, part.query)
         else:
-            operands = None if s.maps.k is None else s.maps.k.operands
-            key_map = (
-                (None, None)
-                if operands is None
-                else (_inverse(operands, operands.query, plan.tiling.block_m <= FEW), operands.mapped_key_mean)
-            )
-            own = (q, s.k.codes, s.k.meta, s.v.codes, s.v.meta, *key_map)
+            own = (q, s.k.codes, s.k.meta, s.v.codes, s.v.meta, *_query_map(s, plan.tiling))
         found.append((*own, *of_batch, *extras))
     map_ = call.segments[plan.order[0]].values[2]
     operands = None if map_ is None else map_.operands
     if part.mapped is not None:
         return [*found, (part.mapped, call.lse, None, dense(o.sinks)), (part.mapped, call.out, operands.output)]
-    return [*found, (call.out, call.lse, None if operands is None else _inverse(operands, operands.output, True), dense(o.sinks))]
+    inverse = None if operands is None else operands.output if operands.diagonal is None else operands.diagonal
+    return [*found, (call.out, call.lse, inverse, dense(o.sinks))]
 
 
-def _inverse(operands: MapOperands, matrix: torch.Tensor, few: bool) -> torch.Tensor:
-    """What the inverse of a map is read from: `matrix`, or the diagonal beside Hadamard matrices, where that is all there is to it and a
-    program has few rows; many share a matrix."""
-    return operands.diagonal if few and operands.diagonal is not None else matrix
+def _query_map(s: Segment, tiling: Tiling) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What queries to a segment's keys go through, and the mapped key means: a matrix, or the diagonal before Hadamard matrices where that
+    is all there is to it and the tile is small; larger ones share what they read."""
+    if s.maps.k is None:
+        return None, None
+    operands, words = s.maps.k.operands, s.stored_sizes[0] // s.fmt.k.triton().planes
+    by_matrix = operands.diagonal is None or tiling.block_m > FEW or words > WORDS_OF_HADAMARD
+    return operands.query if by_matrix else operands.diagonal, operands.mapped_key_mean
 
 
 def _extra(value: torch.Tensor | bool | None) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ FEW = 16  # rows of a tile up to which keys run down (`Features.key_axis`); 0: i
 SPARED = 64  # rows below which codecs are read by their `lean` codecs; 0: in no tile
 KEYS_OF_NARROW_ROWS = 64  # of a tile of few queries, where a row is stored in at most 64 bytes
 KEYS_OF_WIDE_ROWS = 32
+WORDS_OF_HADAMARD = 64  # of a row of keys, up to which queries go through Hadamard matrices that are made in registers
 WARPS = 12  # of a multiprocessor: tiles of up to 1,024 numbers of queries leave registers for so many
 WARPS_OF_WIDE_TILES = 8
 WIDE_NUMBERS = 2  # bytes, from which rows are not read as few queries are: two warps and a mask read 16 bits at the speed of memory

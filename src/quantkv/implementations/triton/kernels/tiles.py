@@ -94,6 +94,39 @@ def hadamard(x, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def word_signs(WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Hadamard matrices of BLOCK x BLOCK in blocks, `[WIDTH, WIDTH]` of bfloat16: -1 where row and column share an odd number of bits."""
+    row, column = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
+    shared = row & column & (BLOCK - 1)
+    for i in tl.static_range(3):
+        shared ^= shared >> (4 >> i)
+    return tl.where(row // BLOCK == column // BLOCK, 1.0 - 2.0 * (shared & 1).to(tl.float32), 0.0).to(tl.bfloat16)
+
+
+@triton.jit
+def hadamard_planes(planes, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
+    """`hadamard` of a row as its P planes `[R, W]`: the bits of a word's index by a product, those of a plane's by butterflies. So what
+    comes out lies as a product leaves it, and a loop loads it as it loads others."""
+    P: tl.constexpr = len(planes)
+    W: tl.constexpr = planes[0].shape[1]
+    WORDS: tl.constexpr = BLOCK // P if BLOCK > P else 1
+    STEPS: tl.constexpr = LOG2[P if BLOCK > P else BLOCK]
+    signs = word_signs(W, WORDS)
+    mapped = ()
+    for p in tl.static_range(P):
+        mapped = mapped + (map_product(planes[p], signs, tl.zeros(planes[p].shape, tl.float32), PRECISION),)
+    for bit in tl.static_range(STEPS):
+        turned = ()
+        for p in tl.static_range(P):
+            if (p >> bit) % 2 == 0:
+                turned = turned + (mapped[p] + mapped[p + (1 << bit)],)
+            else:
+                turned = turned + (mapped[p - (1 << bit)] - mapped[p],)
+        mapped = turned
+    return mapped
+
+
+@triton.jit
 def load_diagonal(map, head, column, D: tl.constexpr):
     """Numbers `column [W]` of the head's diagonal: `[1, W]`."""
     return tl.load(map.matrix + head * map.stride_head + column, mask=column < D, other=0.0)[None, :]
@@ -121,9 +154,13 @@ def load_rows(rows, row_mask, map, head, position, PLAN: tl.constexpr, KEY_MEAN:
     D: tl.constexpr = PLAN.head_size
     W: tl.constexpr = PLAN.width
     if PLAN.hadamard > 0:
-        column = tl.arange(0, W * P)
-        x = tl.load(rows[:, None] + column[None, :], mask=row_mask[:, None] & (column < D)[None, :], other=0.0)
-        return split_planes(hadamard(x.to(tl.float32) * load_diagonal(map, head, column, D), PLAN.hadamard), P)
+        EXACT: tl.constexpr = tl.bfloat16 if rows.dtype.element_ty == tl.bfloat16 else tl.float32  # by a diagonal of powers of two
+        planes = ()
+        for p in tl.static_range(P):
+            column = tl.arange(0, W) * P + p
+            x = tl.load(rows[:, None] + column[None, :], mask=row_mask[:, None] & (column < D)[None, :], other=0.0)
+            planes = planes + ((x.to(tl.float32) * load_diagonal(map, head, column, D)).to(EXACT),)
+        return hadamard_planes(planes, PLAN.hadamard, PRECISION)
     elif PLAN.mapped:
         CHUNK: tl.constexpr = 64 if W <= 128 else 32
         word = tl.arange(0, W)
