@@ -72,6 +72,18 @@ def test_combine_of_rows_with_and_without_keys(mapped, by, sinks, rows):
     assert torch.equal(out, before)
 
 
+@pytest.mark.parametrize("by", ["signs", "diagonal"])
+def test_an_infinite_number_stays_one_behind_a_rotation(by):
+    """As a product with the matrix has it, not inf - inf."""
+    parts, sums = torch.ones(1, 1, 1, 32, device=DEVICE), torch.zeros(1, 1, 1, device=DEVICE)
+    parts[..., 5] = math.inf
+    matrix = hadamard(32).bfloat16()[None] if by == "signs" else torch.ones(1, 32)
+    out = torch.full((1, 1, 32), math.nan, device=DEVICE)
+    combining = attend.Combining(out, None, 1, matrix.to(DEVICE), 1, 1.0, 1.0)
+    attend.combine_launch(attend.Partials(parts, sums), combining, launch.Target.of(out.device))()
+    assert torch.equal(out[0, 0].cpu(), math.inf * hadamard(32)[:, 5].float())
+
+
 def test_rows_of_a_program_that_combines(monkeypatch):
     """Several share a matrix where multiprocessors have work all the same; what benchmarks/triton_decode.py varies."""
     target = launch.Target.of(torch.device(DEVICE))

@@ -301,8 +301,8 @@ def choose(shape: CallShape, capacity: int = 1 << 20) -> DecodeConfig:
     most = 1 if size > 256 else 2 if size > 128 or shape.key_map == "MATRIX" else 4
     packed_row_tiles = min(-(-shape.packed_rows // 8), most)
     whole = codec.dimensions(head_size) % 32 == 0  # a product takes so many
-    rotated = shape.key_map in ("EVENED", "MATRIX") or shape.key_mean
-    by_integers = codec.integers and whole and shape.packed_rows <= INTEGER_PACKED_ROWS and not rotated
+    signs = shape.key_map in ("NO_MAP", "HADAMARD") and not shape.key_mean  # all that is done to a query beside Hadamard matrices
+    by_integers = codec.integers and whole and signs and shape.packed_rows <= INTEGER_PACKED_ROWS
     packed_rows = min(4 * -(-shape.packed_rows // 4), 8 * packed_row_tiles)
     if size > 256 or packed_row_tiles > 2:
         chosen = dict(warps=8, max_stages=3)

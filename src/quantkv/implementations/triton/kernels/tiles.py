@@ -70,7 +70,7 @@ def map_product(x, matrix, total, PRECISION: tl.constexpr):
     transposed = tl.trans(matrix)
     if x.dtype == tl.float32 and matrix.dtype == tl.bfloat16:
         high = x.to(tl.bfloat16)
-        rest = x - high.to(tl.float32)
+        rest = tl.where(tl.abs(x) < float("inf"), x - high.to(tl.float32), 0.0)  # inf - inf is no number
         middle = rest.to(tl.bfloat16)
         low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
         return tl.dot(high, transposed, tl.dot(middle, transposed, tl.dot(low, transposed, total)))
