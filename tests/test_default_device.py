@@ -279,7 +279,8 @@ def test_operands_of_hopper():
         made = [
             operands.KernelMap.matrix(keys.inverse, key),
             operands.KernelMap.matrix(keys.inverse),
-            operands.KernelMap.hadamard(signs, 1),
+            operands.KernelMap.hadamard(keys.operands._replace(signs=signs, diagonal=signs[None])),
+            operands.KernelMap.hadamard(keys.operands._replace(signs=None, diagonal=signs[None] / 4)),
         ]
         made += [operands.KernelKeyMeans.of(keys.operands.mapped_key_mean, key), Hadamard.of(0.5, signs[:128])]
         tensors = [each.signs if isinstance(each, Hadamard) else each.data for each in made]
