@@ -107,7 +107,7 @@ def matrix_bytes(loop: dict) -> int:
         return 0
     shape = Shape.parse(loop["shape"])
     rows, width = shape.B * shape.Q * shape.HQ, 1 << (shape.D - 1).bit_length()
-    together = 1 if rows < 16 * loop["processors"] else 4 if loop["splits"] > 1 else 16  # as triton/attend.py has it
+    together = 1 if rows < 16 * loop["processors"] else 4 if loop["splits"] > 1 else 16  # as triton/attend.py had it
     combining = -(-shape.B * shape.Q * (shape.HQ // shape.HK) // together) * shape.HK
     return 2 * width * width * (loop["programs"] + combining)
 

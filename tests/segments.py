@@ -10,7 +10,7 @@ import torch
 from quantkv import AttentionOptions, LayerMaps, LinearMap, PagedCache, get_format, ops
 from quantkv.calls import AttendCall, Batch
 from quantkv.implementations.reference.attend import compute
-from quantkv.maps import hadamard
+from quantkv.maps import block_hadamard, hadamard
 from quantkv.testing import LSE_BUDGET, OUTPUT_BUDGET, POISON, relative_error, rows
 
 NOWHERE = -(2**30)  # a page: an address to crash on
@@ -141,7 +141,7 @@ def signed(head_size=128):
 def evened(head_size=128, heads=2, buckets=None):
     """Of each head Hadamard matrices in blocks behind powers of two with signs, as presets have them, and for K key means."""
     generator, block = torch.Generator().manual_seed(3), head_size & -head_size
-    h, sides = torch.block_diag(*[hadamard(block)] * (head_size // block)).float(), []
+    h, sides = block_hadamard(head_size).float(), []
     for key_mean in (None if buckets is None else torch.randn(buckets, heads, head_size, generator=generator), None):
         steps = 2.0 ** -torch.randint(0, 3, (heads, head_size), generator=generator)
         steps *= 1 - 2 * torch.randint(0, 2, (heads, head_size), generator=generator)

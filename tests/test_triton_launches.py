@@ -10,7 +10,7 @@ import torch
 
 from quantkv import PagedCache
 from quantkv.calls import WriteCall
-from quantkv.maps import LayerMaps, LinearMap, hadamard
+from quantkv.maps import LayerMaps, LinearMap, block_hadamard, hadamard
 from quantkv.testing import SampleBatch, check, relative_error
 
 pytest.importorskip("triton")
@@ -45,8 +45,8 @@ def test_combine_of_rows_with_and_without_keys(mapped, by, sinks, rows):
     if by == "signs":
         given = matrix = matrix.sign().bfloat16()
     if by == "diagonal":
-        given, blocks = matrix[0, :2], torch.block_diag(*[hadamard(32)] * 3)
-        matrix = given[..., None] * blocks.float()
+        given = matrix[0, :2]
+        matrix = given[..., None] * block_hadamard(size).float()
     weights, values = torch.exp2(sums), parts.clone()
     for h in range(heads):
         values[:, h, :mapped] = 0.5 * parts[:, h, :mapped] @ matrix[h // 2].double().T

@@ -35,6 +35,12 @@ def hadamard(size: int) -> torch.Tensor:
     return h
 
 
+def block_hadamard(size: int) -> torch.Tensor:
+    """Hadamard matrices in blocks of the largest power of two that divides size: `[size, size]` float64."""
+    block = size & -size
+    return torch.block_diag(*[hadamard(block)] * (size // block))
+
+
 def butterfly(rows: torch.Tensor) -> torch.Tensor:
     """`H x` of rows x `[..., D]`, unnormalised, D a power of two, in their dtype and without gradients.
 
@@ -111,8 +117,7 @@ def _before_hadamard(matrix: torch.Tensor) -> torch.Tensor | None:
     size = matrix.shape[-1]
     block = size & -size
     factors = torch.cat([matrix[:, i, i : i + block] for i in range(0, size, block)], 1)  # H's first row is all ones
-    h = torch.block_diag(*[hadamard(block).to(matrix)] * (size // block))
-    return factors if torch.equal(matrix, h * factors[:, None]) else None
+    return factors if torch.equal(matrix, block_hadamard(size).to(matrix) * factors[:, None]) else None
 
 
 def _hadamard_signs(matrix: torch.Tensor) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ from ..formats import get_format
 from ..implementations import refusal
 from ..implementations.cpu.compiling import missing
 from ..implementations.prefill import backends
-from ..maps import KEY_MEAN_BUCKET, LayerMaps, LinearMap, hadamard
+from ..maps import KEY_MEAN_BUCKET, LayerMaps, LinearMap, block_hadamard
 from ..prepared import prepare_attend, prepare_write
 from .problem import Entry, Problem, RowsOf, Unavailable
 from .shapes import KINDS
@@ -125,9 +125,7 @@ def turned(heads: int, size: int, generator: torch.Generator) -> torch.Tensor:
 
 def stepped(heads: int, size: int, generator: torch.Generator) -> torch.Tensor:
     """Hadamard matrices in blocks behind powers of two, `[heads, size, size]` float64: what a calibration makes of uneven keys."""
-    block = size & -size
-    blocks = torch.block_diag(*[hadamard(block)] * (size // block))
-    return blocks * 2.0 ** -torch.randint(0, 4, (heads, 1, size), generator=generator, device="cpu")
+    return block_hadamard(size) * 2.0 ** -torch.randint(0, 4, (heads, 1, size), generator=generator, device="cpu")
 
 
 def filled(problem: Problem, format_name: str) -> tuple[PagedCache, RowsOf]:
