@@ -10,7 +10,8 @@ import sys
 
 import torch
 
-from quantkv import PagedCache, available_formats, get_format, implementations, ops
+from quantkv import LayerMaps, LinearMap, PagedCache, available_formats, get_format, implementations, ops
+from quantkv.bench.contestants import stepped
 from quantkv.calls import AttendCall, AttentionOptions, Batch, WriteCall
 from quantkv.implementations.hopper.decode.warps import DecodeConfig
 from quantkv.implementations.reference.attend import compute
@@ -18,14 +19,25 @@ from quantkv.testing import SampleBatch
 
 PAIRS = ["tq4/int8", "int4/tq3", "fp8_token/int2"]
 LATENTS = ["int4+bf16", "int8+bf16", "levels4+bf16"]
+STEPS = "+steps"  # behind a format: of each kv head Hadamard matrices behind powers of two
+
+
+def layer_maps(name: str, heads: int, head_size: int) -> LayerMaps | None:
+    """Maps of K and V of a format that STEPS follows; None for others."""
+    if not name.endswith(STEPS):
+        return None
+    generator = torch.Generator("cpu").manual_seed(1)
+    k, v = (stepped(heads, head_size, generator) for _ in range(2))
+    return LayerMaps(*(LinearMap(a.float(), torch.linalg.inv(a).float(), None) for a in (k, v)))
 
 
 def run(name: str, implementation: str, device: str, head_size: int) -> float | None:
     """Write, then decode and a ragged batch, plain and with every mask at once: the largest relative error against the reference in
     float64; None if the implementation takes none of the calls."""
-    fmt = get_format(name)
+    fmt = get_format(name.removesuffix(STEPS))
     spec = fmt.cache_spec(1, 512, 64) if fmt.latent else fmt.cache_spec(2, head_size)
-    cache, heads = PagedCache(spec, 40, device), spec.num_kv_heads
+    heads = spec.num_kv_heads
+    cache = PagedCache(spec, 40, device, maps=layer_maps(name, heads, head_size))
     generator = torch.Generator(device).manual_seed(0)
     rows = lambda n, heads, size=head_size: torch.randn(n, heads, size, generator=generator, device=device, dtype=torch.bfloat16)
     lens = [37, 50, 3, 400]
@@ -77,9 +89,12 @@ def of_many(name: str, device: str, head_size: int) -> float | None:
     for which they do, and lengths for which they do not."""
     worst, processors = [], torch.cuda.get_device_properties(device).multi_processor_count
     for lens in ([500] * (2 * processors), [500] * 8 + [40] * (2 * processors - 8)):
-        batch = SampleBatch.make(name, [1] * len(lens), lens, head_size=head_size, group=4, dtype=torch.bfloat16, device=device)
+        fmt, maps = name.removesuffix(STEPS), layer_maps(name, 2, head_size)
+        batch = SampleBatch.make(
+            fmt, [1] * len(lens), lens, head_size=head_size, group=4, dtype=torch.bfloat16, device=device, num_kv_heads=2, maps=maps
+        )
         call = batch.call(max_query_len=1)
-        if get_format(name).latent or implementations.refusal("hopper", call) is not None:
+        if batch.cache.format.latent or implementations.refusal("hopper", call) is not None:
             return None
         got, _ = ops.attend(call, "hopper")
         want, _ = batch.oracle(max_query_len=1)
@@ -104,7 +119,7 @@ def beside_exact(call: AttendCall, lens: list[int], rows) -> AttendCall:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--implementation", nargs="+", default=["triton"], help="hopper, prefill, triton: each in turn")
-    parser.add_argument("--formats", nargs="+", default=[*available_formats(), *PAIRS, *LATENTS])
+    parser.add_argument("--formats", nargs="+", default=[*available_formats(), *PAIRS, *LATENTS, "levels4" + STEPS])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--head-size", type=int, default=128)
     args = parser.parse_args()

@@ -37,6 +37,28 @@ DEEPSEEK_V3 = {
     "head_dim": None,
 }
 
+GEMMA_4 = {  # 26B, with a dense layer's inner size and no experts
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 30,
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_global_key_value_heads": 2,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "attention_k_eq_v": True,
+    "sliding_window": 1024,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rope_theta": None,
+    "tie_word_embeddings": True,
+}
+
 
 def write_config(folder: Path, **geometry) -> str:
     folder.mkdir(parents=True, exist_ok=True)

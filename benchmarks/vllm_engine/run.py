@@ -15,6 +15,7 @@ line of results.jsonl in --out, and `report.py` makes the table. Jobs:
                +8bit behind it: its prompts have 8-bit scores
     latents16, latents128
                DeepSeek-V3's geometry with 16 or 128 heads: 16 layers, each with an eighth of a dense layer's inner size and no experts
+    gemma4     Gemma 4 26B's geometry, without experts: does it start, how soon, does it repeat
     cache      a model of two layers: answers from the prefix cache, and of requests that were preempted, against those asked alone
     offload    Llama-3-8B with vLLM's OffloadingConnector: the time to the first token of one prompt of 32,768 tokens, computed, found in
                the prefix cache, and brought back from the host's memory
@@ -45,13 +46,14 @@ from pathlib import Path
 
 from answers import VOCABULARY
 from offline import set_environment
-from random_models import DEEPSEEK_V3, LLAMA_8B, LLAMA_70B, SMALL, write_config
+from random_models import DEEPSEEK_V3, GEMMA_4, LLAMA_8B, LLAMA_70B, SMALL, write_config
 
 GRAPHS = (1, 2, 4, *range(8, 129, 8), *range(144, 1024, 16))  # sequences that decode together: close to each other, as vLLM's own
 POLICY = "quantkv_policy"
 EIGHT_BIT = "+8bit"
 LONG = (32768, 131072)  # tokens of a prompt
 GEOMETRIES = {
+    "gemma4": GEMMA_4,
     "long_prompts": LLAMA_8B | {"max_position_embeddings": 2 * LONG[-1]},
     "two_gpus": LLAMA_70B,
     "two_gpus_reasoning": LLAMA_70B,
@@ -71,6 +73,7 @@ JOBS = (
     "long_prompts",
     "latents16",
     "latents128",
+    "gemma4",
     "cache",
     "offload",
     *DRAFTS,
@@ -79,7 +82,7 @@ JOBS = (
     *ON_TWO,
 )
 REASONING = ("reasoning", "two_gpus_reasoning")
-COMPUTED = ("cache", "long_prompts", "offload", *REASONING)  # jobs of which no context counts as computed
+COMPUTED = ("gemma4", "cache", "long_prompts", "offload", *REASONING)  # jobs of which no context counts as computed
 DECODING = ("main", "latents16", "latents128", *DRAFTS)  # jobs that take --decode
 CACHES = ("QUANTKV_CACHE", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")  # folders of kernels
 CACHE_BLOCKS = 66  # of 16 tokens: they hold one request of the longest, and not the four of the job `cache`
@@ -214,8 +217,10 @@ def measure(job: str, kv_type: str, out: Path, args) -> dict:
         found.setdefault("found", []).append({"scenario": name, **result, "took_s": round(time.perf_counter() - began, 1)})
         print("FOUND", json.dumps(found["found"][-1]), flush=True)
 
-    if job in (*SMALL_JOBS, "main"):
+    if job in (*SMALL_JOBS, "gemma4", "main"):
         note("padding", scenarios.padding)
+    if job == "gemma4":
+        return found
     if job in FROM_CHECKPOINT:
         if kv_type in presets():
             note("measured", ranks.measured, out, job, kv_type)
