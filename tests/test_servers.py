@@ -2,7 +2,8 @@
 
 import inspect
 import logging
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 from quantkv import Batch, PagedCache, get_format
+from quantkv.engine import warm_up
 from quantkv.engine.layer import LayerAttention
 from quantkv.engine.layer_config import LayerConfig
 from quantkv.engine.observed import SKIPPED
@@ -68,14 +70,46 @@ def test_a_policy_is_held_against_layers_and_formats():
         asked.check_policy(Policy("int4", {2: "int8"}), 2, None, tried.append)
 
 
-def test_who_serves_a_format_is_kept_and_said_once(monkeypatch, caplog):
+def test_who_serves_a_format_is_kept_and_said(monkeypatch, caplog):
     monkeypatch.setattr(serving, "served", {})
     logger = logging.getLogger("quantkv.test")
     with caplog.at_level(logging.INFO, logger.name):
         serving.tell(logger, "int4", {"write of 1 tokens": "cpu"}, 30)
-        serving.tell(logger, "int8", {"write of 1 tokens": "triton"}, 0)
-    assert serving.served == {"int4": {"write of 1 tokens": "cpu"}, "int8": {"write of 1 tokens": "triton"}}
+    assert serving.served == {"int4": {"write of 1 tokens": "cpu"}}
     assert [record.getMessage() for record in caplog.records] == ["quantkv: 30 layers of int4: write of 1 tokens by cpu"]
+
+
+def test_kinds_of_layers_are_warmed_up_together_when_all_have_pages(monkeypatch):
+    """Once each; before a step, whether or not all have pages; and when an engine gives pages again, only kinds that are new."""
+    found, warm_ups = [], warm_up.WarmUps()
+    together = warm_up.together
+
+    @contextmanager
+    def marked():
+        found.append("begin")
+        with together():
+            yield
+        found.append("end")
+
+    monkeypatch.setattr(warm_up, "together", marked)
+
+    def bind(*given):
+        for layer, kind in given:
+            warm_ups.has_pages(layer, kind, partial(found.append, kind))
+
+    warm_ups.expect("abc")
+    bind(("a", 1), ("b", 1))
+    assert not found
+    bind(("c", 2))
+    assert found == ["begin", 1, 2, "end"]
+    found.clear(), warm_ups.expect("abc")
+    bind(("a", 1), ("b", 3))
+    warm_ups.has_pages("c")
+    assert found == ["begin", 3, "end"]
+    found.clear(), warm_ups.expect("ab")
+    bind(("a", 4))
+    warm_ups.finish(), warm_ups.finish()
+    assert found == ["begin", 4, "end"]
 
 
 def test_a_step_counts_its_calls(monkeypatch):

@@ -3,6 +3,8 @@
 import math
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -326,3 +328,24 @@ def test_word_dtype():
     assert launch.word_dtype(codes, 3, stored=True) == torch.uint8
     assert launch.word_dtype(codes.float(), 4, stored=False) == torch.float32
     assert launch.word_dtype(codes.view(torch.int8), 2, stored=True) == torch.int16
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_kernels_compiled_ahead_are_loaded_by_the_threads_that_compile_them(fails):
+    """Their launchers are built beside each other too. One that cannot be loaded is there all the same: its launch says why."""
+
+    class Kernel:
+        loaded_by = None
+
+        @property
+        def run(self):
+            Kernel.loaded_by = threading.current_thread()
+            if fails:
+                raise RuntimeError("out of resource: shared memory")
+
+    kernel = Kernel()
+    with ThreadPoolExecutor(1) as pool:
+        assert launch._Loading(pool, torch.device("cpu")).submit(lambda: kernel).result() is kernel
+        with pytest.raises(ZeroDivisionError):
+            launch._Loading(pool, torch.device("cpu")).submit(lambda: 1 / 0).result()
+    assert Kernel.loaded_by not in (None, threading.current_thread())

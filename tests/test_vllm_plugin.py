@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -41,7 +42,7 @@ from quantkv import PagedCache, assumed, calls, get_format, implementations, kno
 from quantkv.calls import AttendCall, AttentionOptions  # noqa: E402
 from quantkv.engine.layer import LayerAttention, PagedLayer  # noqa: E402
 from quantkv.engine.layer_config import LayerConfig  # noqa: E402
-from quantkv.engine.warm_up import summary  # noqa: E402
+from quantkv.engine.warm_up import WarmUps, summary  # noqa: E402
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.geometry import Heads  # noqa: E402
 from quantkv.integrations import asked, serving  # noqa: E402
@@ -85,8 +86,8 @@ class Layer:
         self.kv_cache = kv_cache
 
 
-def builder_of(layers, device, width=24, block_size=64, alignment=None, speculative=None):
-    names = {str(number): layer for number, layer in enumerate(layers)}
+def builder_of(layers, device, width=24, block_size=64, alignment=None, speculative=None, group=None):
+    names = layers if isinstance(layers, dict) else {str(number): layer for number, layer in enumerate(layers)}
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=names, cudagraph_capture_sizes=[]),
         speculative_config=speculative,
@@ -94,7 +95,7 @@ def builder_of(layers, device, width=24, block_size=64, alignment=None, speculat
         scheduler_config=SimpleNamespace(max_num_seqs=4),
     )
     spec = SimpleNamespace(block_size=block_size, block_stride_alignment=alignment)
-    return QuantKVBuilder(spec, list(names), config, torch.device(device), block_table_width=width)
+    return QuantKVBuilder(spec, group or list(names), config, torch.device(device), block_table_width=width)
 
 
 def test_kernels_are_compiled_when_pages_are_bound(monkeypatch):
@@ -105,7 +106,7 @@ def test_kernels_are_compiled_when_pages_are_bound(monkeypatch):
     assert [layer.asked for layer in layers] == [[], [], []]
     pages = torch.empty(5, HEADS, 64, 40, dtype=torch.uint8)
     for layer in layers:
-        layer.bind_kv_cache(pages[:0])
+        assert [layer.asked for layer in layers] == [[], [], []]  # kinds are compiled together
         layer.bind_kv_cache(pages)
         assert layer.kv_cache is pages
     assert [[given[1:] for given in layer.asked] for layer in layers] == [[(1, 24)], [], [(1, 24)]]
@@ -124,9 +125,31 @@ def test_kernels_are_compiled_when_pages_are_bound(monkeypatch):
     for layer in again:
         layer.bind_kv_cache(pages[:2])
     assert [len(layer.asked) for layer in layers] == [1, 1, 1]
-    builder_of(again, "cuda", width=48)
-    again[0].bind_kv_cache(pages)
-    assert len(layers[0].asked) == 2
+    builder = builder_of(again, "cuda", width=48)
+    again[0].bind_kv_cache(pages[:0])
+    again[1].bind_kv_cache(pages)
+    assert [len(layer.asked) for layer in layers] == [1, 1, 1]
+    monkeypatch.setattr(builder, "_build", lambda *given, **more: len(layers[1].asked))
+    shared = SimpleNamespace(max_seq_len=1)
+    assert builder.build(0, shared) == builder.build_for_cudagraph_capture(shared) == 2  # before a step, at the latest
+    assert [len(layer.asked) for layer in layers] == [1, 2, 1]
+
+
+def test_groups_of_layers_are_warmed_up_together_and_told_of_once(monkeypatch, caplog):
+    """vLLM has a builder for each group; one group's layers may be of two kinds, and a kind in two groups."""
+    monkeypatch.setattr(serving, "served", {})
+    monkeypatch.setattr(metadata.logger, "propagate", True)
+    layers = [Layer("window"), Layer("window"), Layer("full")]
+    names = {str(number): layer for number, layer in enumerate(layers)} | {"mamba": SimpleNamespace()}
+    for group in (["0"], ["1", "2"]):
+        builder_of(names, "cuda", group=group)
+    pages = torch.empty(5, HEADS, 64, 40, dtype=torch.uint8)
+    with caplog.at_level("INFO", metadata.logger.name):
+        for layer in layers:
+            assert [layer.asked for layer in layers] == [[], [], []]
+            layer.bind_kv_cache(pages)
+    assert [len(layer.asked) for layer in layers] == [1, 0, 1]
+    assert [record.getMessage()[:26] for record in caplog.records] == ["quantkv: 2 layers of int4:", "quantkv: 1 layers of int4:"]
 
 
 def test_on_a_cpu_who_serves_is_asked(monkeypatch):
@@ -1204,6 +1227,7 @@ def common(queries, keys, padding=0, **more):
 @pytest.fixture
 def builder():
     found = QuantKVBuilder.__new__(QuantKVBuilder)
+    found.warm_ups = WarmUps()
     found.reorder_batch_threshold, found.device = 1, torch.device("cpu")
     found.pages = SimpleNamespace(table=lambda table: table)
     return found
@@ -1244,10 +1268,10 @@ def test_a_graph_has_no_bound_of_the_longest_sequence(builder):
 
 def test_full_precision_tokens_are_of_layers_with_pages_of_their_own(builder, monkeypatch):
     """In the order of their numbers."""
-    given = []
+    given, Impl = [], partial(SimpleNamespace, who_serves=None)
     monkeypatch.setattr(metadata, "full_precision_group", lambda layers, *rest: given.append(layers))
     held = {
-        f"layers.{number}": SimpleNamespace(layer_name=f"layers.{number}", impl=SimpleNamespace(full_precision=tokens, owner=owner))
+        f"layers.{number}": SimpleNamespace(layer_name=f"layers.{number}", impl=Impl(full_precision=tokens, owner=owner))
         for number, tokens, owner in ((10, "some", None), (11, "some", None), (9, "some", None), (3, "some", "layers.9"), (2, None, None))
     }
     builder.take_layers(SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=held)), list(held))
@@ -1281,12 +1305,12 @@ def test_full_precision_tokens_are_attached_once_there_are_pages(builder):
 
 
 def test_layers_of_a_kind_are_named_in_the_log_once(monkeypatch):
-    """With their number where they are the first, and with none where another kind was said before: that line was of all."""
+    """With their number."""
     told = []
     monkeypatch.setattr(metadata, "tell", lambda logger, *given: told.append(given))
     layers = [Layer("a"), Layer("a"), Layer("b", "int8")]
     builder_of(layers, "cpu")
-    assert told == [("int4", layers[0].impl.who_serves(), 3), ("int8", layers[0].impl.who_serves(), 0)]
+    assert told == [("int4", layers[0].impl.who_serves(), 2), ("int8", layers[0].impl.who_serves(), 1)]
 
 
 @pytest.mark.parametrize(("drafts", "queries"), [(None, 1), (3, 4)])

@@ -253,3 +253,25 @@ def test_other_processes_compile_where_cores_are_many(cores, apart, monkeypatch)
     with warmup._Ahead(torch.device("cpu")) as ahead:
         ahead.compile([Kernel(), Kernel()])
     assert seen == [apart] * 2 and not under_way.in_processes()
+
+
+def test_caches_that_are_warmed_up_together_are_compiled_before_any_runs(monkeypatch):
+    found = []
+    for name in ("compile", "run"):
+        method = getattr(warmup._WarmUp, name)
+        marked = lambda self, *given, name=name, method=method: (found.append((name, self.given.num_heads)), method(self, *given))[1]
+        monkeypatch.setattr(warmup._WarmUp, name, marked)
+    cache = PagedCache(get_format("int4").cache_spec(1, 64), 2)
+    sizes = {"batch_sizes": (1,), "write_sizes": (1,), "max_seq_len": 16, "dtype": torch.float32}
+    with warmup.together():
+        told = [warm_up(cache, heads, **sizes) for heads in (2, 3)]
+        assert not found
+    assert found == [("compile", 2), ("compile", 3), ("run", 2), ("run", 3)]
+    found.clear()
+    assert told == [warm_up(cache, heads, **sizes) for heads in (2, 3)]
+    assert found == [("compile", 2), ("run", 2), ("compile", 3), ("run", 3)]
+    found.clear()
+    with pytest.raises(ZeroDivisionError), warmup.together():
+        warm_up(cache, 2, **sizes)
+        raise ZeroDivisionError
+    assert not found and warm_up(cache, 2, **sizes) and found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
@@ -54,22 +56,33 @@ def warm_up(
     read from 16-bit copies, which are then written as well. own: whether sequences with several queries read their own rows as given, see
     `PagedCache.attend`. chunks: of batches whose lengths are known, see `calls.Batch`; then only query_lens are verified. options: of
     `PagedCache.attend`, as requests will have them.
-    What is compiled is compiled before anything runs, by as many threads as there are cores.
+    What is compiled is compiled before anything runs, on all cores; inside `together` both wait for its end.
     ValueError, before that, naming the argument, its value and what is allowed.
     """
     checks.instance("progress", progress, (Callable, type(None)), "a function of (done, all, what) or None")
     sizes = _Sizes.of(query_lens, batch_sizes, write_sizes, mixed)
     given = _Given(cache, num_heads, dtype, max_seq_len, table_width, full_precision, own, chunks, options)
-    calls = dict(given.calls(sizes))
-    served, _ = _compile(given, calls, sizes)
-    for done, (name, call) in enumerate(calls.items(), 1):
-        implementations.run(served[name], call)
-        if progress is not None:
-            progress(done, len(calls), f"{name}: {served[name]}")
-    given.copied()
-    if cache.device.type == "cuda":
-        torch.cuda.synchronize(cache.device)
-    return served
+    one = _WarmUp.of(given, sizes, progress)
+    later = _LATER.get()
+    if later is None:
+        _run([one])
+    else:
+        later.append(one)
+    return one.served
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Inside the block `warm_up` only says who serves; at its end all that was asked is compiled at once, and then runs. Where caches have
+    several geometries, their slowest kernels are compiled beside each other. Where the block raises, nothing is compiled."""
+    asked: list[_WarmUp] = []
+    token = _LATER.set(asked)
+    try:
+        yield
+    finally:
+        _LATER.reset(token)
+    for device in dict.fromkeys(each.given.cache.device for each in asked):
+        _run([each for each in asked if each.given.cache.device == device])
 
 
 def compile_ahead(
@@ -94,25 +107,59 @@ def compile_ahead(
     executor: of processes in which it is done; None: threads, as `warm_up` does."""
     sizes = _Sizes.of(query_lens, batch_sizes, write_sizes, mixed)
     given = _Given(cache, num_heads, dtype, max_seq_len, table_width, full_precision, own, chunks, options)
-    return _compile(given, dict(given.calls(sizes)), sizes, executor)[1]
+    with _Ahead(cache.device, executor) as ahead:
+        _WarmUp.of(given, sizes).compile(ahead)
+    return {"nvrtc": len(ahead.begun), "triton": ahead.by_triton}
 
 
-def _compile(
-    given: _Given, calls: dict[str, Call], sizes: _Sizes, executor: forked.ForkedExecutor | None = None
-) -> tuple[dict[str, str], dict[str, int]]:
-    """Compile on all cores what calls need, and where batches are mixed what others need: who serves each, and how many kernels by whom."""
-    served = {name: implementations.resolve(call)[0] for name, call in calls.items()}
-    with _Ahead(given.cache.device, executor) as ahead:
-        for name, call in calls.items():
-            if served[name] not in implementations.ON_CPU:
-                ahead.of(partial(implementations.run, served[name], call))
-        ahead.of(given.copied)
-        for call in given.others(sizes.batch_sizes) if sizes.mixed else ():
+@dataclass(frozen=True)
+class _WarmUp:
+    """What one `warm_up` was asked. served: by whom each call is."""
+
+    given: _Given
+    sizes: _Sizes
+    calls: dict[str, Call]
+    served: dict[str, str]
+    progress: Callable[[int, int, str], None] | None
+
+    @classmethod
+    def of(cls, given: _Given, sizes: _Sizes, progress: Callable[[int, int, str], None] | None = None) -> _WarmUp:
+        calls = dict(given.calls(sizes))
+        return cls(given, sizes, calls, {name: implementations.resolve(call)[0] for name, call in calls.items()}, progress)
+
+    def compile(self, ahead: _Ahead) -> None:
+        """Begin to compile what calls need, and where batches are mixed what others need."""
+        for name, call in self.calls.items():
+            if self.served[name] not in implementations.ON_CPU:
+                ahead.of(partial(implementations.run, self.served[name], call))
+        ahead.of(self.given.copied)
+        for call in self.given.others(self.sizes.batch_sizes) if self.sizes.mixed else ():
             name = implementations.resolve(call)[0]
             serving = implementations.module(name, implementations.kind(call))
             if hasattr(serving, "compiled_for"):
                 ahead.compile(serving.compiled_for(implementations.plain(name, call)))
-    return served, {"nvrtc": len(ahead.begun), "triton": ahead.by_triton}
+
+    def run(self) -> None:
+        for done, (name, call) in enumerate(self.calls.items(), 1):
+            implementations.run(self.served[name], call)
+            if self.progress is not None:
+                self.progress(done, len(self.calls), f"{name}: {self.served[name]}")
+        self.given.copied()
+
+
+_LATER: ContextVar[list[_WarmUp] | None] = ContextVar("later", default=None)  # of `together`
+
+
+def _run(asked: Sequence[_WarmUp]) -> None:
+    """Compile on all cores what these need, of one device, then run them."""
+    device = asked[0].given.cache.device
+    with _Ahead(device) as ahead:
+        for each in asked:
+            each.compile(ahead)
+    for each in asked:
+        each.run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def who_serves(

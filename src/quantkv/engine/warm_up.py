@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..checks import refuse
 from ..formats import get_format
 from ..geometry import Heads
 from ..options import PRECISIONS, PROMPT_QUERIES, AttentionOptions
+from ..warmup import together
 from .layer import LayerAttention, PagedLayer
 
 COMPILED_FOR = (
@@ -75,6 +77,40 @@ def _calls(layer: PagedLayer, attention: LayerAttention, limits: StepLimits, dev
         **{name: getattr(attention.options, name) for name in COMPILED_FOR},
         **attention.tensors(device),
     }
+
+
+class WarmUps:
+    """What the kinds of an engine's layers have compiled before its first step: all at once, when every layer has its pages.
+
+    An engine may give its layers pages several times, a few to measure memory and then all; a kind that was asked for is known."""
+
+    def __init__(self) -> None:
+        self.known: set[Hashable] = set()
+        self.without_pages: set[str] = set()
+        self.waiting: list[Callable[[], None]] = []
+
+    def expect(self, layers: Iterable[str]) -> None:
+        """Layers with these names will get pages: none compiles before the last of them."""
+        self.without_pages.update(layers)
+
+    def has_pages(self, layer: str, kind: Hashable = None, ask: Callable[[], None] | None = None) -> None:
+        """A layer has its pages. kind: what the same kernels serve, over pages that lie like these. ask: calls `warm_up`; None: it has no
+        room for a token."""
+        self.without_pages.discard(layer)
+        if ask is not None and kind not in self.known:
+            self.known.add(kind)
+            self.waiting.append(ask)
+        if not self.without_pages:
+            self.finish()
+
+    def finish(self) -> None:
+        """Compile what waits, whether or not every layer has pages: before a step."""
+        if not self.waiting:
+            return
+        waiting, self.waiting = self.waiting, []
+        with together():
+            for ask in waiting:
+                ask()
 
 
 def check_prompts(attention: LayerAttention, heads: Heads, dtype: torch.dtype, device: torch.device) -> None:

@@ -16,10 +16,9 @@ calls: Counter[str] = Counter()  # Python calls by kind, "write", "decode" or "m
 
 
 def tell(logger: logging.Logger, fmt: str, who: dict[str, str], layers: int) -> None:
-    """Keep who serves a format, and say it in the log. layers: that have the format; 0: it was said."""
+    """Keep who serves a format, and say it in the log. layers: that it is said of."""
     served[fmt] = who
-    if layers:
-        logger.info("quantkv: %d layers of %s: %s", layers, fmt, summary(who))
+    logger.info("quantkv: %d layers of %s: %s", layers, fmt, summary(who))
 
 
 class Step(ForwardMetadata):

@@ -7,7 +7,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -216,11 +216,30 @@ def compile_ahead(launches: Iterable[Launch], executor: Executor, device: torch.
     if together is None or INTERPRETED:
         return 0
     lenient = {"ignore_errors": True} if "ignore_errors" in inspect.signature(together).parameters else {}
-    with _assumed_driver(), on_device(device), compiling("kernels by Triton"), together(executor, **lenient) as mode:
+    loading = executor if assumed() is not None else _Loading(executor, device)
+    with _assumed_driver(), on_device(device), compiling("kernels by Triton"), together(loading, **lenient) as mode:
         for each in launches:
             each.compile_ahead()
         getattr(executor, "drain", lambda: None)()  # one that forks has no thread by which its tasks would end
         return len(mode.future_kernels)
+
+
+class _Loading(Executor):
+    """An executor whose tasks, which compile kernels, also load them on a device: Triton has a C compiler build a launcher for each, which
+    takes as long as a small kernel. What cannot be loaded says why when it is launched."""
+
+    def __init__(self, executor: Executor, device: torch.device) -> None:
+        self.executor, self.device = executor, device
+
+    def submit(self, task: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
+        """Compile and load a kernel."""
+        return self.executor.submit(self._loaded, task)
+
+    def _loaded(self, task: Callable[[], Any]) -> Any:
+        kernel = task()
+        with contextlib.suppress(Exception), on_device(self.device):
+            kernel.run  # noqa: B018  (a property)
+        return kernel
 
 
 class AssumedDriver:

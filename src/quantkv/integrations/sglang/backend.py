@@ -12,7 +12,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from ...calls import Batch
 from ...engine.full_precision_group import FullPrecisionGroup
-from ...engine.warm_up import StepLimits, warm_up, who_serves
+from ...engine.warm_up import StepLimits, together, warm_up, who_serves
 from ..serving import Step, tell
 from . import logger
 from .layers import Layers
@@ -69,13 +69,14 @@ class QuantKVBackend(AttentionBackend):
 
     def _tell(self, limits: StepLimits) -> None:
         """Have compiled what the layers need, on a GPU, and tell the log who serves them."""
-        for layer, attention in self.layers.kinds():
-            fmt = layer.paged.config.format.name
-            if self.device.type == "cuda":
-                who = warm_up(layer.paged, attention, limits, layer.cache)
-            else:
-                who = who_serves(layer.paged, attention, limits, self.device, self.page_size)
-            tell(logger, fmt, who, sum(other.paged.config.format.name == fmt for other in self.layers.of.values()))
+        with together():
+            for layer, attention in self.layers.kinds():
+                fmt = layer.paged.config.format.name
+                if self.device.type == "cuda":
+                    who = warm_up(layer.paged, attention, limits, layer.cache)
+                else:
+                    who = who_serves(layer.paged, attention, limits, self.device, self.page_size)
+                tell(logger, fmt, who, sum(other.paged.config.format.name == fmt for other in self.layers.of.values()))
 
     # What SGLang asks before a pass.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from vllm.v1.attention.backends.utils import compute_mm_prefix_range_tensor
 from ...calls import Batch
 from ...engine.forward_metadata import ForwardMetadata
 from ...engine.full_precision_group import FullPrecisionGroup
+from ...engine.warm_up import WarmUps
 from ..serving import Step, tell
 from .blocks import PagesOfBlocks
 
@@ -33,7 +33,8 @@ class StepBuilder:
     """What builders of rows' steps and of latents' have in common: vLLM calls `build` and its like, and `_build` makes the metadata.
     `self.take_layers` begins it, and `self.tell` has what the layers need compiled, and tells the log who serves them.
 
-    full_precision: of those of its layers that have full-precision tokens; None: none has. last: of these layers.
+    of_engine: implementations of all layers that quantkv serves. full_precision: of those of its layers that have full-precision tokens;
+    None: none has. last: of these layers.
     """
 
     requires_block_table_width = True  # kernels are compiled for its alignment
@@ -43,7 +44,10 @@ class StepBuilder:
     def take_layers(self, vllm_config: Any, layer_names: list[str]) -> None:
         """The layers of vLLM with these names; and full-precision tokens of those with pages of their own, where their policy has some."""
         named = vllm_config.compilation_config.static_forward_context
-        self.layers = [named[name] for name in layer_names]
+        self.layers, self.names = [named[name] for name in layer_names], layer_names
+        self.of_engine = [layer.impl for layer in named.values() if hasattr(getattr(layer, "impl", None), "who_serves")]
+        # Kept by a layer, which outlives this: vLLM makes its builders once for profiling, and again.
+        self.warm_ups: WarmUps = vars(self.of_engine[0]).setdefault("warm_ups", WarmUps())
         kept = [layer for layer in self.layers if layer.impl.full_precision is not None and layer.impl.owner is None]
         if kept:
             kept.sort(key=lambda layer: extract_layer_index(layer.layer_name))
@@ -58,36 +62,30 @@ class StepBuilder:
         """Who serves, now, or when vLLM gives the layers their pages, on a GPU. table_width: pages of a row of the block table. tokens: of
         a page that the kernels read."""
         self.table_width = table_width
-        for layer in self.layers:
+        if self.device.type == "cuda":
+            self.warm_ups.expect(self.names)
+        for name, layer in zip(self.names, self.layers):
             if self.device.type == "cuda":
-                layer.bind_kv_cache = partial(self._bind, layer)
-            else:
-                self._tell(layer.impl, (), lambda impl: impl.who_serves(self.device, tokens, *self._steps))
+                layer.bind_kv_cache = partial(self._bind, name, layer)
+            elif (kind := (layer.impl.kind, self._steps)) not in self.warm_ups.known:
+                self.warm_ups.known.add(kind)
+                self._tell(layer.impl, layer.impl.who_serves(self.device, tokens, *self._steps))
 
     @property
     def _steps(self) -> tuple[int, int]:
         """Queries of a sequence that verifies, pages of a row of the block table."""
         return self.reorder_batch_threshold, self.table_width
 
-    def _bind(self, layer, kv_cache: torch.Tensor) -> None:
-        """vLLM gives a layer its pages: what calls over pages that lie so need is compiled now, before the first request."""
+    def _bind(self, name: str, layer: Any, kv_cache: torch.Tensor) -> None:
+        """vLLM gives a layer its pages: what calls over pages that lie so need is compiled before the first request."""
         type(layer).bind_kv_cache(layer, kv_cache)
-        if kv_cache.numel():
-            lie = kv_cache.shape[1:], kv_cache.stride()
-            self._tell(layer.impl, lie, lambda impl: impl.warm_up(kv_cache, *self._steps))
+        ask = lambda: self._tell(layer.impl, layer.impl.warm_up(kv_cache, *self._steps))
+        lie = kv_cache.shape[1:], kv_cache.stride()
+        self.warm_ups.has_pages(name, (layer.impl.kind, lie, self._steps), ask if kv_cache.numel() else None)
 
-    @property
-    def _seen(self) -> set[Any]:
-        """Kinds of layers that were asked for. They outlive this: vLLM makes its builders once for profiling, and again."""
-        return vars(self.layers[0].impl).setdefault("asked_for", set())
-
-    def _tell(self, impl: Any, lie: tuple, ask: Callable[[Any], dict[str, str]]) -> None:
-        """Ask who serves the layers of this kind, once, and say so in the log."""
-        kind = impl.kind, lie, self._steps
-        if kind in self._seen:
-            return
-        self._seen.add(kind)
-        tell(logger, impl.format.name, ask(impl), len(self.layers) if len(self._seen) == 1 else 0)
+    def _tell(self, impl: Any, who: dict[str, str]) -> None:
+        """Say in the log who serves the layers of a kind."""
+        tell(logger, impl.format.name, who, sum(other.kind == impl.kind for other in self.of_engine))
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config, kv_cache_spec):
@@ -96,10 +94,12 @@ class StepBuilder:
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         """A step's prepared calls, of vLLM's metadata."""
+        self.warm_ups.finish()
         return self._build(common_attn_metadata, common_attn_metadata.max_seq_len)
 
     def build_for_cudagraph_capture(self, common_attn_metadata):
         """The same for a graph: no bound on lengths, and full-precision tokens stay as they are."""
+        self.warm_ups.finish()
         return self._build(common_attn_metadata, None, advance=False)  # a graph is replayed with longer sequences
 
     def build_for_drafting(self, common_attn_metadata, draft_index):
