@@ -137,7 +137,7 @@ def test_one_hessian_for_all_heads_is_that_of_each(monkeypatch, tmp_path):
 # ---- Triton
 
 
-@pytest.mark.parametrize("bits, head_size", [(2, 64), (4, 64), (8, 48)])
+@pytest.mark.parametrize("bits, head_size", [(2, 64), (4, 64), (8, 48), (4, 288)])
 def test_triton_costs_what_the_reference_does(bits, head_size):
     name, tokens = f"levels{bits}", 2000 if DEVICE == "cuda" else 20
     maps = layer(name, head_size, key_mean=True)

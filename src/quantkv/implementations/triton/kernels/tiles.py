@@ -148,6 +148,35 @@ def key_mean_row(map, head, bucket, column, D: tl.constexpr):
 
 
 @triton.jit
+def add_mapped(
+    planes,
+    rows,
+    row_mask,
+    map,
+    head,
+    position,
+    start,
+    PLAN: tl.constexpr,
+    KEY_MEAN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The planes `[R, W]` and what CHUNK dimensions of the rows from `start` on, less their key mean, add to them through the map."""
+    P: tl.constexpr = PLAN.codec.planes
+    D: tl.constexpr = PLAN.head_size
+    word = tl.arange(0, PLAN.width)
+    column = (start + tl.arange(0, CHUNK))[None, :]
+    x = tl.load(rows[:, None] + column, mask=row_mask[:, None] & (column < D), other=0.0)
+    if KEY_MEAN:
+        x = x.to(tl.float32) - key_mean_row(map, head, (position // 64)[:, None], column, D)
+    updated = ()
+    for p in tl.static_range(P):
+        matrix = load_matrix(map, head, word * P + p, start, D, CHUNK)
+        updated = updated + (map_product(x, matrix, planes[p], PRECISION),)
+    return updated
+
+
+@triton.jit
 def load_rows(rows, row_mask, map, head, position, PLAN: tl.constexpr, KEY_MEAN: tl.constexpr, PRECISION: tl.constexpr):
     """Rows at the pointers `rows [R]` as planes `[R, W]`: less their key mean and mapped, in float32, or as they are."""
     P: tl.constexpr = PLAN.codec.planes
@@ -163,20 +192,15 @@ def load_rows(rows, row_mask, map, head, position, PLAN: tl.constexpr, KEY_MEAN:
         return hadamard_planes(planes, PLAN.hadamard, PRECISION)
     elif PLAN.mapped:
         CHUNK: tl.constexpr = 64 if W <= 128 else 32
-        word = tl.arange(0, W)
         planes = ()
         for _ in tl.static_range(P):
             planes = planes + (tl.zeros([rows.shape[0], W], tl.float32),)
-        for start in tl.static_range(0, D, CHUNK):
-            column = (start + tl.arange(0, CHUNK))[None, :]
-            x = tl.load(rows[:, None] + column, mask=row_mask[:, None] & (column < D), other=0.0)
-            if KEY_MEAN:
-                x = x.to(tl.float32) - key_mean_row(map, head, (position // 64)[:, None], column, D)
-            updated = ()
-            for p in tl.static_range(P):
-                matrix = load_matrix(map, head, word * P + p, start, D, CHUNK)
-                updated = updated + (map_product(x, matrix, planes[p], PRECISION),)
-            planes = updated
+        if D <= 256:
+            for start in tl.static_range(0, D, CHUNK):
+                planes = add_mapped(planes, rows, row_mask, map, head, position, start, PLAN, KEY_MEAN, CHUNK, PRECISION)
+        else:  # unrolled, it would compile for 10 seconds
+            for start in range(0, D, CHUNK):
+                planes = add_mapped(planes, rows, row_mask, map, head, position, start, PLAN, KEY_MEAN, CHUNK, PRECISION)
         return planes
     else:
         column = tl.arange(0, W * P)[None, :]
