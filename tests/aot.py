@@ -1,6 +1,7 @@
 """Compiles the launches of one format ahead of time, for a GPU that need not be there. In a process where Triton compiles."""
 
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -8,6 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 import five_bits  # noqa: F401  a format outside the package
+import rounded
 from quantkv import PagedCache, copies, get_format
 from quantkv.calls import AttendCall, AttentionOptions, Batch, WriteCall
 from quantkv.full_precision import FullPrecisionTokens
@@ -49,6 +51,20 @@ class Compiler:
     def launch(self, *args, **kwargs):
         triton.runtime.driver.set_active(self.driver)
         self.compiled.append((self.kernel.__name__, self.kernel.warmup(*args, grid=(1,), **kwargs)))
+
+
+@contextmanager
+def compiling(arch, kernels):
+    """Inside the block launches of `kernels`, {module: names}, compile them for a GPU: the list takes (name, what Triton made of it)."""
+    compiled, stock = [], {(module, name): getattr(module, name) for module, names in kernels.items() for name in names}
+    triton_target, launch.Target.of = TARGETS[arch][0], staticmethod(lambda device: TARGETS[arch][1])
+    for (module, name), function in stock.items():
+        setattr(module, name, Compiler(function, triton_target, compiled))
+    try:
+        yield compiled
+    finally:
+        for (module, name), function in stock.items():
+            setattr(module, name, function)
 
 
 def every_option(num_seqs, heads, queries):
@@ -93,11 +109,7 @@ def compile_steps(cache, rows, widest, every_way):
 def compile_kernels(name, arch, head_size=128, query_lens=(1, 512), options=False, steps=True, dtype=torch.bfloat16):
     """Compile write, attend for decode and for a long prompt, combine, and with `steps` those around a dense kernel. Returns (kernel, what
     Triton made of it) of each. options: with all of them at once, and an output in 8-bit floats."""
-    triton_target, launch.Target.of = TARGETS[arch][0], staticmethod(lambda device: TARGETS[arch][1])
-    compiled, stock = [], {(module, kernel): getattr(module, kernel) for module, kernels in KERNELS.items() for kernel in kernels}
-    for (module, kernel), function in stock.items():
-        setattr(module, kernel, Compiler(function, triton_target, compiled))
-    try:
+    with compiling(arch, KERNELS) as compiled:
         fmt = get_format(name)
         cache = PagedCache(fmt.cache_spec(8, head_size), 64)
         rows = torch.zeros(64, 8, head_size, dtype=dtype)
@@ -117,28 +129,18 @@ def compile_kernels(name, arch, head_size=128, query_lens=(1, 512), options=Fals
                 own.Places(*(t.int() for t in filled), size, 63).fill(batch.cu_seqlens_q, batch.seq_lens, ranges)
         if steps:
             compile_steps(cache, rows, 256 if arch == "sm90" and dtype == torch.bfloat16 else 128, name in ("int4", "bf16"))
-    finally:
-        for (module, kernel), function in stock.items():
-            setattr(module, kernel, function)
     return compiled
 
 
 def compile_latents(name, arch, heads, queries):
     """Compile attention over latents of 512 numbers and 64 rotated ones, and their gathering. Returns (kernel, what Triton made of it)."""
-    triton_target, launch.Target.of = TARGETS[arch][0], staticmethod(lambda device: TARGETS[arch][1])
-    compiled, stock = [], {(module, kernel): getattr(module, kernel) for module, kernels in OF_LATENTS.items() for kernel in kernels}
-    for (module, kernel), function in stock.items():
-        setattr(module, kernel, Compiler(function, triton_target, compiled))
-    try:
+    with compiling(arch, OF_LATENTS) as compiled:
         cache, table = PagedCache(get_format(name).latent_spec(512, 64, 64), 64), torch.zeros(4, 64, dtype=torch.int32)
         batch = Batch(torch.arange(5, dtype=torch.int32) * queries, torch.full((4,), 4096, dtype=torch.int32), queries)
         q = torch.zeros(4 * queries, heads, 576, dtype=torch.bfloat16)
         attend.run(AttendCall(q, (cache.segment(table),), batch, 1.0, AttentionOptions(), None, None))
         rows = [torch.zeros(64, 1, size, dtype=torch.bfloat16) for size in (512, 64)]
         gather.run(cache.segment(table), torch.zeros(5, dtype=torch.int32), None, rows, (1.0, 1.0))
-    finally:
-        for (module, kernel), function in stock.items():
-            setattr(module, kernel, function)
     return compiled
 
 
@@ -148,36 +150,35 @@ def compile_format(*given):
     return [(kernel, result.metadata.shared) for kernel, result in compiled]
 
 
+def compile_calibrated_write(name, arch, head_size):
+    """Bytes of shared memory of the kernel that writes rows which are rounded by a Hessian."""
+    cache = PagedCache(get_format(name).cache_spec(2, head_size), 64, maps=rounded.layer(name, head_size, key_mean=True))
+    rows, slots = torch.zeros(64, 2, head_size, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int64)
+    with compiling(arch, {write: KERNELS[write]}) as compiled:
+        write.run(WriteCall(rows, rows, cache.k, cache.v, cache.format, slots, cache.maps, slots))
+    ((_, result),) = compiled
+    return result.metadata.shared
+
+
 def compile_rounding(size):
     """PTX of the kernels that round queries and keys of `size` numbers to 8 bits, by their names."""
-    compiled, stock = [], {name: getattr(eight_bit, name) for name in ROUNDING}
-    for name, function in stock.items():
-        setattr(eight_bit, name, Compiler(function, TARGETS["sm90"][0], compiled))
-    try:
+    with compiling("sm90", {eight_bit: ROUNDING}) as compiled:
         round = Round((KeySlice(0, 200, 0, 300, 0, 300),), CAUSAL, 300)
         q, k = torch.zeros(200, 8, size, dtype=torch.bfloat16), torch.zeros(2, 300, size, dtype=torch.bfloat16)
         eight_bit.rounded(q, k, round, [torch.tensor(ends, dtype=torch.int32) for ends in round.ends()], 80)
-    finally:
-        for name, function in stock.items():
-            setattr(eight_bit, name, function)
     return {name: result.asm["ptx"] for name, result in compiled}
 
 
 def decode_loop(name, arch, head_size=128):
     """(instructions that attend's loop issues for 16 keys of a kv head, those of them that go through shared memory or local memory to
     write), of decode: 4 query heads share a kv head."""
-    triton_target, launch.Target.of = TARGETS[arch][0], staticmethod(lambda device: TARGETS[arch][1])
-    compiled, stock = [], (attend.attend_kernel, attend.combine_kernel)
-    attend.attend_kernel, attend.combine_kernel = (Compiler(function, triton_target, compiled) for function in stock)
-    try:
+    with compiling(arch, {attend: KERNELS[attend]}) as compiled:
         cache = PagedCache(get_format(name).cache_spec(8, head_size), 64)
         batch = Batch(torch.arange(5, dtype=torch.int32), torch.full((4,), 1024, dtype=torch.int32), 1)
         q = torch.zeros(4, 32, head_size, dtype=torch.bfloat16)
         call = AttendCall(q, (cache.segment(torch.zeros(4, 64, dtype=torch.int32)),), batch, 1.0, AttentionOptions(), None, None)
         attend.run(call)
         tiling = attend.AttendPlan.of(call).tiling
-    finally:
-        attend.attend_kernel, attend.combine_kernel = stock
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "attend.cubin"
         cubin.write_bytes(compiled[0][1].asm["cubin"])
@@ -187,11 +188,8 @@ def decode_loop(name, arch, head_size=128):
 
 def compile_copies(arch, name):
     """Names of the kernels that say which pages of a format have 16-bit copies, compiled."""
-    compiled, stock = [], {kernel: getattr(copies_by_triton.kernels, kernel) for kernel in COPIES}
     kernels_of, copies.kernels_of = copies.kernels_of, lambda device, columns: copies_by_triton
-    for kernel, function in stock.items():
-        setattr(copies_by_triton.kernels, kernel, Compiler(function, TARGETS[arch][0], compiled))
-    try:
+    with compiling(arch, {copies_by_triton.kernels: COPIES}) as compiled:
         pages = PagedCache(get_format(name, torch.bfloat16).cache_spec(8, 128), 64)
         for tokens in (FullPrecisionTokens(16, 24), FullPrecisionTokens(0, 24)):
             copied = copies.CopiedPages(tokens, 16, 4, 64)
@@ -200,8 +198,5 @@ def compile_copies(arch, name):
             numbers = torch.zeros(4, 4, dtype=torch.int32), torch.ones(4, dtype=torch.int32), torch.arange(5, dtype=torch.int32)
             copied.advance(*numbers, torch.zeros(4, dtype=torch.int64), step)
             copied.note(torch.zeros(4, dtype=torch.int64), step)
-    finally:
-        copies.kernels_of = kernels_of
-        for kernel, function in stock.items():
-            setattr(copies_by_triton.kernels, kernel, function)
+    copies.kernels_of = kernels_of
     return {kernel for kernel, _ in compiled}

@@ -67,6 +67,7 @@ CASES += [(name, arch, 128, (4,), True, False) for name in ("int4", "fp8") for a
 CASES += [("int4", "sm80", 64, (1,), True, False)]
 CASES += [("int4", "sm90", 80, (1, 64)), ("int4", "sm90", 256, (1,)), ("bf16", "sm90", 256, (64,))]
 CASES += [("int4", "sm90", 512, (1,)), ("bf16", "sm90", 512, (64,))]
+CASES += [("levels4", "sm89", 512, (4, 64), False, False), ("bf16", "sm89", 512, (64,), False, False)]  # tiles of fewer rows, and stages
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +149,24 @@ def test_compiles(results, case):
     assert {kernel for kernel, _ in compiled} == {"attend_kernel", "combine_kernel"} | written | steps | own
     for kernel, shared in compiled:
         assert shared <= SHARED_MEMORY[case[1]] * 1024, (kernel, shared)
+
+
+def calibrated(*task):
+    from aot import compile_calibrated_write
+
+    return compile_calibrated_write(*task)
+
+
+# Every GPU; every number of bits; heads of each way in which rows are rounded
+CALIBRATED = [("levels2/levels3", "sm80", 64), ("levels4", "sm80", 256), ("levels4", "sm89", 512), ("levels4", "sm90", 512)]
+CALIBRATED += [("levels5/levels6", "sm100", 128), ("levels4/levels8", "gfx942", 128), ("levels4", "gfx942", 512)]
+
+
+@pytest.mark.xdist_group("aot")
+@pytest.mark.parametrize("name, arch, head_size", CALIBRATED)
+def test_rows_that_are_rounded_by_a_hessian_are_written_on_every_gpu(compilers, name, arch, head_size):
+    """What the presets write, with statistics."""
+    assert 0 < compilers.submit(calibrated, name, arch, head_size).result() <= SHARED_MEMORY[arch] * 1024
 
 
 def rounding(size):

@@ -20,7 +20,8 @@ on_cpu = pytest.mark.skipif(not AVAILABLE, reason="needs g++")
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 BITS = sorted(CUBICS)
 # Feedback in fp16, and other orders of sums, change the last bits of what is rounded; one code that is another one changes those after it,
-# for better or worse. So of rows with other codes only the mean cost says anything. Shares of rows with other codes, by bits:
+# for better or worse. So of rows with other codes only the mean cost says anything. Shares of rows of at most 256 numbers with other
+# codes, by bits:
 OTHER = {2: 0.15, 3: 0.2, 4: 0.35, 5: 0.45, 6: 0.8, 8: 0.9}
 
 
@@ -32,9 +33,10 @@ def on_a_cpu(name, maps, given: Rows, monkeypatch, folder):
     return cache, expected
 
 
-def check(results, bits, mean):
+def check(results, bits, mean, head_size=256):
+    other = 1 - (1 - OTHER[bits]) ** max(head_size / 256, 1)  # a longer row has more codes that may be others
     for each in results:
-        assert abs(each.mean - 1) < mean and each.other < OTHER[bits] and each.scale <= 2**-9, each
+        assert abs(each.mean - 1) < mean and each.other < other and each.scale <= 2**-9, each
     return results
 
 
@@ -137,7 +139,7 @@ def test_one_hessian_for_all_heads_is_that_of_each(monkeypatch, tmp_path):
 # ---- Triton
 
 
-@pytest.mark.parametrize("bits, head_size", [(2, 64), (4, 64), (8, 48), (4, 288)])
+@pytest.mark.parametrize("bits, head_size", [(2, 64), (4, 64), (8, 48), (4, 288), (4, 512)])
 def test_triton_costs_what_the_reference_does(bits, head_size):
     name, tokens = f"levels{bits}", 2000 if DEVICE == "cuda" else 20
     maps = layer(name, head_size, key_mean=True)
@@ -145,7 +147,7 @@ def test_triton_costs_what_the_reference_does(bits, head_size):
     (expected,), (cache,) = given.caches(name, maps, 1), given.caches(name, maps, 1, DEVICE)
     expected.write(*given.given, implementation="reference")
     cache.write(*(t.to(DEVICE) for t in given.given), implementation="triton")
-    check(compare(on_host(cache), expected, given), bits, 0.01 if DEVICE == "cuda" else 0.15)
+    check(compare(on_host(cache), expected, given), bits, 0.01 if DEVICE == "cuda" else 0.15, head_size)
 
 
 def test_triton_writes_a_side_without_metric_plainly():

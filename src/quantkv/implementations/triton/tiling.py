@@ -14,6 +14,7 @@ FEW = 16  # rows of a tile up to which keys run down (`Features.key_axis`); 0: i
 SPARED = 64  # rows below which codecs are read by their `lean` codecs; 0: in no tile
 KEYS_OF_NARROW_ROWS = 64  # of a tile of few queries, where a row is stored in at most 64 bytes
 KEYS_OF_WIDE_ROWS = 32
+SHARED_BY_LONG_ROWS = 128 << 10  # bytes of shared memory of a tile of 64 rows of more than 256 numbers: more than some GPUs have
 WORDS_OF_HADAMARD = 64  # of a row of keys, up to which queries go through Hadamard matrices that are made in registers
 WARPS = 12  # of a multiprocessor: tiles of up to 1,024 numbers of queries leave registers for so many
 WARPS_OF_WIDE_TILES = 8
@@ -48,13 +49,15 @@ class Tiling(NamedTuple):
         """head_size, row_bytes: the larger of K's and V's. wide: dots are in float32, which takes small tiles. codecs: of all
         sides. The numbers were measured on an H200 at head size 128, those of few queries worked out from the instructions of its loop."""
         rows = triton.next_power_of_2(group * max_query_len)
+        tight = head_size > 256 and _room(target) < SHARED_BY_LONG_ROWS
         if wide:
-            return cls(max(16, triton.next_power_of_2(group), min(rows, 32)), 32 if head_size <= 128 else 16, 4, 2, 2)
+            block_m = max(16, triton.next_power_of_2(group), min(rows, 16 if tight else 32))
+            return cls(block_m, 32 if head_size <= 128 else 16, 4, 1 if tight else 2, 2)
         if target.turns and rows <= FEW and row_bytes < WIDE_NUMBERS * head_size:
             return cls._of_few(rows, triton.next_power_of_2(head_size), row_bytes / head_size, codecs, target)
-        block_m = max(16, triton.next_power_of_2(group), min(128 if head_size <= 128 else 64, rows))
+        block_m = max(16, triton.next_power_of_2(group), min(128 if head_size <= 128 else 32 if tight else 64, rows))
         warps = {16: 1, 32: 2, 64: 4, 128: 8}[block_m] * (1 if head_size <= 128 else 2 if head_size <= 256 else 4)
-        block_n, stages = 64 if head_size <= 128 else 32, 3
+        block_n, stages = 64 if head_size <= 128 else 32, 1 if tight and row_bytes >= WIDE_NUMBERS * head_size else 3
         if block_m == 16 and head_size <= 128:  # decode: as many bytes in flight as registers and shared memory allow
             if row_bytes > 128:
                 warps = 2

@@ -60,28 +60,72 @@ def round_block(u, p, gain, column, cost, cross, PLAN: tl.constexpr):
 
 
 @triton.jit
-def round_rows(x, map, head, PLAN: tl.constexpr, PRECISION: tl.constexpr):
-    """Words and metadata of rows given as planes `[T, W]`, as `TritonCodec.encode`; zero beyond the head size.
+def block_of(x, block):
+    """Columns of a block, `[N, 16]`, of x `[N, COLUMNS]`."""
+    BLOCKS: tl.constexpr = x.shape[1] // 16
+    here = (tl.arange(0, BLOCKS) == block)[None, :, None]
+    return tl.sum(tl.where(here, tl.reshape(x, [x.shape[0], BLOCKS, 16]), 0.0), axis=1)
 
-    With M = (1 + F)^T diag(gain) (1 + F) and p = (1 + F) row, what is to be rounded at a dimension is u = p - F z, z the levels so
-    far, and d = u - z is left: row M row = sum gain p^2, row M z = sum gain p (p - d), z M z = sum gain (p - d)^2. Rows R = 4 T of a tile
-    are those of T at each candidate scale, in units of it."""
-    P: tl.constexpr = PLAN.codec.planes
+
+@triton.jit
+def with_block(x, columns, block):
+    """The matrix x `[N, COLUMNS]` with other columns `[N, 16]` of a block."""
+    BLOCKS: tl.constexpr = x.shape[1] // 16
+    wide = tl.reshape(tl.broadcast_to(columns[:, None, :], [x.shape[0], BLOCKS, 16]), x.shape)
+    return tl.where((tl.arange(0, x.shape[1]) // 16 == block)[None, :], wide, x)
+
+
+@triton.jit
+def fed_forward(map, head, dim, column, D: tl.constexpr):
+    """Feedback `[16, COLUMNS]` of dimensions `dim [16]` to columns."""
+    at = map.feedback + head * map.feedback_head + dim[:, None] + column[None, :] * D
+    return tl.load(at, mask=(dim < D)[:, None] & (column < D)[None, :], other=0.0)
+
+
+@triton.jit
+def round_forward(unit, tried, map, head, PLAN: tl.constexpr, PRECISION: tl.constexpr):
+    """What `round_backward` returns, by products of 16 dimensions, which long rows leave registers and shared memory for: the levels of a
+    block are fed to all columns at once. `rest` holds u of columns that are not rounded yet, and codes of those that are."""
     D: tl.constexpr = PLAN.head_size
-    T: tl.constexpr = x[0].shape[0]
-    COLUMNS: tl.constexpr = PLAN.width * P
-    R: tl.constexpr = 4 * T
-    rows = join_planes(x)
-    squares = tl.sum(rows * rows, axis=1)
-    size = at_least(tl.sqrt(squares / D), TINY)
-    unit = rows / size[:, None]
+    COLUMNS: tl.constexpr = unit.shape[1]
+    R: tl.constexpr = 4 * unit.shape[0]
     column = tl.arange(0, COLUMNS)
     inner = tl.arange(0, 16)
-    tried = candidates(tl.arange(0, 4))
+    products = tl.zeros(unit.shape, tl.float32)
+    for block in tl.range((D + 15) // 16, num_stages=1):
+        dim = block * 16 + inner
+        whole = tl.where(dim[:, None] == column[None, :], 1.0, fed_forward(map, head, dim, column, D))
+        products = tl.dot(block_of(unit, block), whole, products, input_precision=PRECISION)
+    rest = tl.reshape(products[:, None, :] / tried[None, :, None], [R, COLUMNS])
+    cost = tl.zeros([R], tl.float32)
+    cross = tl.zeros([R], tl.float32)
+    itself = tl.zeros([unit.shape[0]], tl.float32)
+    for block in tl.range((D + 15) // 16, num_stages=1):
+        dim = block * 16 + inner
+        gain = tl.load(map.gain + head * map.gain_head + dim, mask=dim < D, other=0.0)
+        p = block_of(products, block)
+        itself += tl.sum(p * p * gain[None, :], axis=1)
+        p = tl.reshape(p[:, None, :] / tried[None, :, None], [R, 16])
+        own = map.feedback + head * map.feedback_head + tl.where(dim < D, dim * D + block * 16, 0)
+        chosen, cost, cross = round_block(block_of(rest, block), p, gain, own, cost, cross, PLAN)
+        rest -= tl.dot(level_of(chosen, PLAN), fed_forward(map, head, dim, column, D), input_precision=PRECISION)
+        rest = with_block(rest, chosen.to(tl.float32), block)
+    return rest.to(tl.int32), cost, cross, itself
+
+
+@triton.jit
+def round_backward(unit, tried, map, head, PLAN: tl.constexpr, PRECISION: tl.constexpr):
+    """Codes `[R, COLUMNS]` of rows `unit [T, COLUMNS]` at the scales `tried [4]`, and in the terms of `round_rows` sums of gain d^2 and of
+    gain p d, `[R]`, and of gain p^2, `[T]`. What all blocks before it feed to a block is one product."""
+    D: tl.constexpr = PLAN.head_size
+    COLUMNS: tl.constexpr = unit.shape[1]
+    R: tl.constexpr = 4 * unit.shape[0]
+    column = tl.arange(0, COLUMNS)
+    inner = tl.arange(0, 16)
     codes = tl.zeros([R, COLUMNS], tl.int32)
     cost = tl.zeros([R], tl.float32)
     cross = tl.zeros([R], tl.float32)
-    itself = tl.zeros([T], tl.float32)
+    itself = tl.zeros([unit.shape[0]], tl.float32)
     for block in range((D + 15) // 16):
         dim = block * 16 + inner
         first = map.feedback + head * map.feedback_head + dim * D
@@ -93,9 +137,32 @@ def round_rows(x, map, head, PLAN: tl.constexpr, PRECISION: tl.constexpr):
         p = tl.reshape(p[:, None, :] / tried[None, :, None], [R, 16])
         levels = tl.where(column[None, :] < block * 16, level_of(codes, PLAN), 0.0)
         u = p - tl.dot(levels, tl.trans(feedback), input_precision=PRECISION)
-        chosen, cost, cross = round_block(u, p, gain, tl.where(dim < D, first + block * 16, map.feedback), cost, cross, PLAN)
-        chosen = tl.reshape(tl.broadcast_to(chosen[:, None, :], [R, COLUMNS // 16, 16]), [R, COLUMNS])
-        codes = tl.where((column // 16 == block)[None, :], chosen, codes)
+        own = map.feedback + head * map.feedback_head + tl.where(dim < D, dim * D + block * 16, 0)
+        chosen, cost, cross = round_block(u, p, gain, own, cost, cross, PLAN)
+        codes = with_block(codes, chosen, block)
+    return codes, cost, cross, itself
+
+
+@triton.jit
+def round_rows(x, map, head, PLAN: tl.constexpr, PRECISION: tl.constexpr):
+    """Words and metadata of rows given as planes `[T, W]`, as `TritonCodec.encode`; zero beyond the head size.
+
+    With M = (1 + F)^T diag(gain) (1 + F) and p = (1 + F) row, what is to be rounded at a dimension is u = p - F z, z the levels so
+    far, and d = u - z is left: row M row = sum gain p^2, row M z = sum gain p (p - d), z M z = sum gain (p - d)^2. Rows R = 4 T of a tile
+    are those of T at each candidate scale, in units of it."""
+    P: tl.constexpr = PLAN.codec.planes
+    D: tl.constexpr = PLAN.head_size
+    T: tl.constexpr = x[0].shape[0]
+    COLUMNS: tl.constexpr = PLAN.width * P
+    rows = join_planes(x)
+    squares = tl.sum(rows * rows, axis=1)
+    size = at_least(tl.sqrt(squares / D), TINY)
+    unit = rows / size[:, None]
+    tried = candidates(tl.arange(0, 4))
+    if COLUMNS < 256:  # fewer instructions, where rows fit registers
+        codes, cost, cross, itself = round_backward(unit, tried, map, head, PLAN, PRECISION)
+    else:
+        codes, cost, cross, itself = round_forward(unit, tried, map, head, PLAN, PRECISION)
     itself = itself[:, None] / (tried * tried)[None, :]
     cost = tl.reshape(cost, [T, 4])
     cross = tl.reshape(cross, [T, 4])

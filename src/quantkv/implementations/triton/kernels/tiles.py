@@ -198,8 +198,8 @@ def load_rows(rows, row_mask, map, head, position, PLAN: tl.constexpr, KEY_MEAN:
         if D <= 256:
             for start in tl.static_range(0, D, CHUNK):
                 planes = add_mapped(planes, rows, row_mask, map, head, position, start, PLAN, KEY_MEAN, CHUNK, PRECISION)
-        else:  # unrolled, it would compile for 10 seconds
-            for start in range(0, D, CHUNK):
+        else:  # unrolled, it would compile for 10 seconds; loaded ahead, matrices would not fit shared memory
+            for start in tl.range(0, D, CHUNK, num_stages=1):
                 planes = add_mapped(planes, rows, row_mask, map, head, position, start, PLAN, KEY_MEAN, CHUNK, PRECISION)
         return planes
     else:
