@@ -161,7 +161,7 @@ def read(config: Mapping[str, Any]) -> Model:
     for given in types:
         if given not in (*ATTENTION_TYPES, *HYBRID_TYPES, *STATE_TYPES, *EMPTY_TYPES):
             raise NotImplementedError(unknown_type(given, f"model_type {model_type}"))
-    shared = _number(fields, "num_kv_shared_layers") if fields.get("num_kv_shared_layers") else 0
+    shared = positive(fields, "num_kv_shared_layers") if fields.get("num_kv_shared_layers") else 0
     layers = [_layer(fields, number, given) for number, given in enumerate(types)]
     layers = [layer if number < len(layers) - shared else Layer("shared") for number, layer in enumerate(layers)]
     if all(layer.heads is None for layer in layers):
@@ -169,9 +169,10 @@ def read(config: Mapping[str, Any]) -> Model:
             f"config: model_type {model_type} has no attention layers, so no keys and values to quantize (layer_types)"
         )
     if any(layer.states for layer in layers):
+        own = model_types()["types"][model_type]["fields"]
         for name in LINEAR:
-            if fields.get(name) is not None:
-                _number(fields, name)
+            if own.get(name) is not None or fields.get(name) is not None:  # some families work them out of None
+                positive(fields, name)
     positions = stretched(fields.get("max_position_embeddings"), fields.get("rope_parameters"))
     return Model(model_type, tuple(layers), fields["num_attention_heads"], positions, fields)
 
@@ -221,7 +222,7 @@ def _completed(fields: dict[str, Any], given: Mapping[str, Any]) -> dict[str, An
     """What classes work out from other fields."""
     model_type = fields["model_type"]
     if model_type == "longcat_flash":
-        fields["num_hidden_layers"] = 2 * _number(fields, "num_layers")
+        fields["num_hidden_layers"] = 2 * positive(fields, "num_layers")
     if fields.get("layer_types") is None and fields.get("layers_block_type") is not None:
         fields["layer_types"] = fields["layers_block_type"]
     if isinstance(given.get("hybrid_override_pattern"), str) and fields.get("layer_types") is None:
@@ -229,7 +230,7 @@ def _completed(fields: dict[str, Any], given: Mapping[str, Any]) -> dict[str, An
     if model_type == "nemotron_h":
         fields["num_hidden_layers"] = len(_layer_types(fields))
     for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
-        _number(fields, name)
+        positive(fields, name)
     if not names_kv_heads(model_type):
         fields["num_key_value_heads"] = 1 if fields.get("multi_query") else None
     if fields.get("num_key_value_heads") is None:
@@ -237,7 +238,7 @@ def _completed(fields: dict[str, Any], given: Mapping[str, Any]) -> dict[str, An
     if fields.get("use_sliding_window") is False:
         fields["sliding_window"] = None
     if model_type == "mimo_v2_flash" and given.get("sliding_window_size") is not None:
-        fields["sliding_window"] = _number(given, "sliding_window_size") + 1
+        fields["sliding_window"] = positive(given, "sliding_window_size") + 1
     if fields.get("use_long_context"):
         fields["max_position_embeddings"] = 16384
     rope = given.get("rope_scaling") or fields.get("rope_parameters") or {}
@@ -245,15 +246,15 @@ def _completed(fields: dict[str, Any], given: Mapping[str, Any]) -> dict[str, An
     own = fields.get("per_layer_config")
     if own is not None and not (isinstance(own, Mapping) and all(str(k).isdecimal() and isinstance(v, Mapping) for k, v in own.items())):
         refuse("config.per_layer_config", repr(own), 'an object such as {"0": {"head_dim": 64}} is needed')
-    _number(fields, "num_key_value_heads")
+    positive(fields, "num_key_value_heads")
     if fields["num_attention_heads"] % fields["num_key_value_heads"]:
         heads = f"num_key_value_heads={fields['num_key_value_heads']}"
         raise ValueError(f"config.{heads}: a divisor of num_attention_heads={fields['num_attention_heads']} is needed")
     return fields
 
 
-def _number(fields: Mapping[str, Any], name: str) -> int:
-    """A positive integer that a model can have."""
+def positive(fields: Mapping[str, Any], name: str) -> int:
+    """The positive integer of a field, such as a model can have. ValueError, naming the field, for anything else."""
     value, most = fields.get(name), MOST_LAYERS if name == "num_hidden_layers" else MOST
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         refuse(f"config.{name}", repr(value), f"a positive integer is needed, of at most {most:,}")
@@ -289,11 +290,11 @@ def _layer(fields: Mapping[str, Any], number: int, given: str) -> Layer:
     attention, latent = HYBRID_TYPES.get(given, given), fields.get("kv_lora_rank") or 0
     window = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(attention)
     if window is not None:
-        _number(fields, window)
+        positive(fields, window)
     if latent and window is not None:
         raise NotImplementedError(f"config.kv_lora_rank={latent}: {given!r} layers that keep latents instead of keys and values")
     if latent:
-        heads = Heads(1, _number(fields, "kv_lora_rank"), _number(fields, "qk_rope_head_dim"))
+        heads = Heads(1, positive(fields, "kv_lora_rank"), positive(fields, "qk_rope_head_dim"))
         return Layer("latent", 0, heads, given in HYBRID_TYPES)
     kind = attention.removesuffix("_attention")
     return Layer(kind, fields[window] if window else 0, heads_of(_own_fields(fields, number, attention), attention), given in HYBRID_TYPES)
@@ -304,15 +305,15 @@ def heads_of(fields: Mapping[str, Any], attention: str) -> Heads:
     model_type = fields["model_type"]
     computed = fields["hidden_size"] // fields["num_attention_heads"]
     if not names_kv_heads(model_type):  # nor another size of heads, whatever a config.json says
-        _number({"head_dim": computed}, "head_dim")
+        positive({"head_dim": computed}, "head_dim")
         return Heads(1 if fields.get("multi_query") else fields["num_attention_heads"], computed, computed)
     if model_type in ("zamba", "zamba2"):  # heads of a row and the embedding, side by side
         size = 2 * computed if model_type == "zamba2" else fields.get("attention_head_dim") or 2 * computed
     else:
         size = fields.get("head_dim") or computed
-    heads, size = _number(fields, "num_key_value_heads"), _number({"head_dim": size}, "head_dim")
+    heads, size = positive(fields, "num_key_value_heads"), positive({"head_dim": size}, "head_dim")
     if model_type == "mimo_v2_flash":
-        return Heads(2 * heads if attention == "sliding_attention" else heads, size, _number(fields, "v_head_dim"))
+        return Heads(2 * heads if attention == "sliding_attention" else heads, size, positive(fields, "v_head_dim"))
     return Heads(heads, size, size)
 
 
@@ -339,7 +340,7 @@ def stretched(known: int | None, rope: Mapping[str, Any] | None) -> int | None:
     """
     if not known:
         return None
-    _number({"max_position_embeddings": known}, "max_position_embeddings")
+    positive({"max_position_embeddings": known}, "max_position_embeddings")
     rope = rope or {}
     if rope.get("rope_type") not in STRETCHED_ROPES:
         return known

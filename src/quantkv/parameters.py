@@ -87,7 +87,7 @@ def of_config(fields: Mapping[str, Any]) -> Weights | None:
     if not isinstance(method, Mapping):
         refuse("config.quantization_config", repr(method), "an object with a quant_method is needed")
     method = method.get("quant_method")
-    for name in SIZES:
+    for name in (*SIZES, "v_head_dim"):
         value = fields.get(name)
         if isinstance(value, (int, float)) and not 0 <= value <= MOST:
             refuse(f"config.{name}", repr(value), f"a number is needed, of at most {MOST:,}")

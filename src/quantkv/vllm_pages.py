@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from .capacity import GATED_DELTA, Capacity
-from .geometry import Kind, Model
+from .geometry import Kind, Model, positive
 from .spec import ITEM_BYTES
 
 BLOCK_SIZES = (16, 32, 64, 128)  # tokens of a page that the plug-in reads
@@ -164,14 +164,15 @@ def pool(model: Model, made: Capacity, ranks: int = 1) -> Pool | None:
 
 
 def state_bytes(model: Model, ranks: int = 1) -> int | None:
-    """Bytes of one layer's state as vLLM keeps it beside a model of 16 bits; None for families where it is not known."""
+    """Bytes of one layer's state as vLLM keeps it beside a model of 16 bits; None for families where it is not known. ValueError, naming
+    the field, for a configuration whose states have no sizes."""
     c: Mapping[str, Any] = model.fields
     if model.model_type in GATED_DELTA:
         keys, values = c["linear_num_key_heads"] * c["linear_key_head_dim"], c["linear_num_value_heads"] * c["linear_value_head_dim"]
         row, kernel, state = 2 * keys + values, c["linear_conv_kernel_dim"], values * c["linear_key_head_dim"]
         item = ITEM_BYTES.get(c.get("mamba_ssm_dtype"), 2) if model.model_type != "qwen3_next" else 2
     elif model.model_type in MAMBA_2:
-        heads, size, count, width, kernel = (c[name] for name in MAMBA_2[model.model_type])
+        heads, size, count, width, kernel = (positive(c, name) for name in MAMBA_2[model.model_type])
         count += 0 if count % ranks == 0 else ranks - count  # every rank has its heads' groups
         row, state = heads * size + 2 * count * width, heads * size * width
         item = ITEM_BYTES.get(c.get("mamba_ssm_cache_dtype", "float32"), 2) if model.model_type == "nemotron_h" else 2

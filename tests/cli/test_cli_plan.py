@@ -234,6 +234,11 @@ HOSTILE = {
         {**config_of("qwen3-next-80b-a3b"), "linear_num_value_heads": "abc"},
         "config.linear_num_value_heads='abc': a positive integer",
     ),
+    "states of nothing": (
+        {**config_of("qwen3-next-80b-a3b"), "linear_conv_kernel_dim": None},
+        "config.linear_conv_kernel_dim=None: a positive",
+    ),
+    "wide values of latents": ({**config_of("deepseek-v3"), "v_head_dim": 10**400}, "config.v_head_dim=1000"),
     "windows from letters on": (
         {**config_of("qwen3-0.6b"), "use_sliding_window": True, "sliding_window": 64, "max_window_layers": "abc"},
         "config.layer_types: of which type each layer is cannot be worked out (TypeError",
