@@ -10,8 +10,8 @@ import sys
 
 import torch
 
-from quantkv import LayerMaps, LinearMap, PagedCache, available_formats, get_format, implementations, ops
-from quantkv.bench.contestants import stepped
+from quantkv import LayerMaps, PagedCache, available_formats, get_format, implementations, ops
+from quantkv.bench.contestants import maps_of, stepped
 from quantkv.calls import AttendCall, AttentionOptions, Batch, WriteCall
 from quantkv.implementations.hopper.decode.warps import DecodeConfig
 from quantkv.implementations.reference.attend import compute
@@ -27,8 +27,7 @@ def layer_maps(name: str, heads: int, head_size: int) -> LayerMaps | None:
     if not name.endswith(STEPS):
         return None
     generator = torch.Generator("cpu").manual_seed(1)
-    k, v = (stepped(heads, head_size, generator) for _ in range(2))
-    return LayerMaps(*(LinearMap(a.float(), torch.linalg.inv(a).float(), None) for a in (k, v)))
+    return maps_of(*(stepped(heads, head_size, generator) for _ in range(2)))
 
 
 def run(name: str, implementation: str, device: str, head_size: int) -> float | None:

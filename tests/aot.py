@@ -3,6 +3,7 @@
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import triton
@@ -188,8 +189,8 @@ def decode_loop(name, arch, head_size=128):
 
 def compile_copies(arch, name):
     """Names of the kernels that say which pages of a format have 16-bit copies, compiled."""
-    kernels_of, copies.kernels_of = copies.kernels_of, lambda device, columns: copies_by_triton
-    with compiling(arch, {copies_by_triton.kernels: COPIES}) as compiled:
+    by_triton = patch.object(copies, "kernels_of", lambda device, columns: copies_by_triton)
+    with by_triton, compiling(arch, {copies_by_triton.kernels: COPIES}) as compiled:
         pages = PagedCache(get_format(name, torch.bfloat16).cache_spec(8, 128), 64)
         for tokens in (FullPrecisionTokens(16, 24), FullPrecisionTokens(0, 24)):
             copied = copies.CopiedPages(tokens, 16, 4, 64)
@@ -198,5 +199,4 @@ def compile_copies(arch, name):
             numbers = torch.zeros(4, 4, dtype=torch.int32), torch.ones(4, dtype=torch.int32), torch.arange(5, dtype=torch.int32)
             copied.advance(*numbers, torch.zeros(4, dtype=torch.int64), step)
             copied.note(torch.zeros(4, dtype=torch.int64), step)
-    copies.kernels_of = kernels_of
     return {kernel for kernel, _ in compiled}

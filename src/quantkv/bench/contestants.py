@@ -115,6 +115,11 @@ def layer_maps(problem: Problem, make: Callable[[int, int, torch.Generator], tor
     generator = torch.Generator("cpu").manual_seed(1)
     k, v = (make(s.HK, size, generator) for size in (s.D, s.head_size_v))
     key_mean = torch.randn(-(-problem.length // KEY_MEAN_BUCKET), s.HK, s.D, generator=generator, device="cpu")
+    return maps_of(k, v, key_mean)
+
+
+def maps_of(k: torch.Tensor, v: torch.Tensor, key_mean: torch.Tensor | None = None) -> LayerMaps:
+    """Maps by matrices `[HK, D, D]` float64 of K and V, and a key mean."""
     return LayerMaps(*(LinearMap(a.float(), torch.linalg.inv(a).float(), off) for a, off in ((k, key_mean), (v, None))))
 
 

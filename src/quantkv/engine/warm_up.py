@@ -89,6 +89,12 @@ class WarmUps:
         self.without_pages: set[str] = set()
         self.waiting: list[Callable[[], None]] = []
 
+    def is_new(self, kind: Hashable) -> bool:
+        """Whether nobody asked for this kind before; now somebody has."""
+        new = kind not in self.known
+        self.known.add(kind)
+        return new
+
     def expect(self, layers: Iterable[str]) -> None:
         """Layers with these names will get pages: none compiles before the last of them."""
         self.without_pages.update(layers)
@@ -97,8 +103,7 @@ class WarmUps:
         """A layer has its pages. kind: what the same kernels serve, over pages that lie like these. ask: calls `warm_up`; None: it has no
         room for a token."""
         self.without_pages.discard(layer)
-        if ask is not None and kind not in self.known:
-            self.known.add(kind)
+        if ask is not None and self.is_new(kind):
             self.waiting.append(ask)
         if not self.without_pages:
             self.finish()

@@ -210,8 +210,8 @@ def current_stream(device: int) -> int:
 
 
 def compile_ahead(launches: Iterable[Launch], executor: Executor, device: torch.device) -> int:
-    """Compile what the first of these launches would on a device, in the executor's threads: how many kernels. What fails is compiled by
-    its launch. None where Triton, before 3.5, compiles in one thread."""
+    """Compile, and load, what the first of these launches would on a device, in the executor's threads: how many kernels. What fails is
+    compiled by its launch. None where Triton, before 3.5, compiles in one thread."""
     together = getattr(triton, "AsyncCompileMode", None)
     if together is None or INTERPRETED:
         return 0

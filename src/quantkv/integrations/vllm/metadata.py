@@ -64,11 +64,11 @@ class StepBuilder:
         self.table_width = table_width
         if self.device.type == "cuda":
             self.warm_ups.expect(self.names)
-        for name, layer in zip(self.names, self.layers):
-            if self.device.type == "cuda":
+            for name, layer in zip(self.names, self.layers):
                 layer.bind_kv_cache = partial(self._bind, name, layer)
-            elif (kind := (layer.impl.kind, self._steps)) not in self.warm_ups.known:
-                self.warm_ups.known.add(kind)
+            return
+        for layer in self.layers:
+            if self.warm_ups.is_new((layer.impl.kind, self._steps)):
                 self._tell(layer.impl, layer.impl.who_serves(self.device, tokens, *self._steps))
 
     @property
