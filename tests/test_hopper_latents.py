@@ -112,6 +112,7 @@ def test_numbers_of_heads(fmt, heads, monkeypatch, tmp_path):
         (128, dict(lens=(70, 5), counts=(2, 2))),
         (16, dict(lens=(900, 3, 700), counts=(1, 1, 1), multiprocessors=2, max_tiles=8)),  # partials of several workers, and stretches
         (16, dict(pages=65)),  # two warpgroups of a block, as of much work
+        (16, dict(lens=(900, 3, 0, 520, 700), counts=(1, 1, 0, 1, 1), pages=90, multiprocessors=13)),  # 25 of 26 have a run
         (32, dict(lens=(900, 3, 700), counts=(1, 2, 1), pages=90, multiprocessors=2, max_tiles=8)),
         (16, dict(lens=(90, 0, 40, 33), counts=(1, 0, 0, 1))),  # sequences without queries, or keys
         (5, dict(sinks=torch.linspace(-3, 3, 5, device=DEVICE))),
@@ -123,6 +124,18 @@ def test_numbers_of_heads(fmt, heads, monkeypatch, tmp_path):
 )
 def test_batches(heads, arguments, monkeypatch, tmp_path):
     serve(monkeypatch, tmp_path, "int4", heads, **arguments)
+
+
+@pytest.mark.parametrize(
+    "sequences, heads, workers", [(8, 16, 264), (48, 16, 264), (64, 16, 256), (128, 16, 256), (500, 16, 264), (16, 128, 64), (32, 64, 128)]
+)
+def test_runs_that_are_whole(sequences, heads, workers):
+    """Where few workers are left without one, runs of sequences of one length end where these do."""
+    cache, batch, _, _ = cache_of("int4", (64,), (1,))
+    batch["block_table"] = batch["block_table"][:, :1].repeat(sequences, 32768 // 64)
+    batch["seq_lens"], batch["cu_seqlens_q"] = torch.ones(sequences, dtype=torch.int32), torch.arange(sequences + 1, dtype=torch.int32)
+    part = hopper.Plan(call_of(cache, batch, queries(cache, torch.bfloat16, heads, sequences), 1), 132).main
+    assert (part.resident, part.decode_grid[0]) == (workers, workers // part.config.workers)
 
 
 @runs

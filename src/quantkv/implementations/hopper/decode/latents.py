@@ -10,6 +10,7 @@ from .warps import TILE, CallShape
 from .wgmma import PACKED_ROW_TILES, WORKER_WARPS, WgmmaConfig
 
 MOST_PACKED_ROWS = 512  # heads times the queries of a sequence
+WHOLE_RUNS = 0.96  # of workers; 64 sequences on 132 multiprocessors have 256 of 264
 MOST_TILES = 4  # of 8 packed query rows, of a block: outputs of 512 numbers fill the registers
 
 
@@ -37,6 +38,12 @@ class LatentConfig(WgmmaConfig):
     def beside_ring(self) -> int:
         """As of other rows, and the queries to rotated dimensions."""
         return super().beside_ring + -(-self.rope_size // 64) * 128 * self.packed_rows
+
+    def runs(self, workers: int, seq_heads: int) -> int:
+        """So many that, where sequences are as long as each other, each has whole runs, if hardly fewer than all workers are: one whose run
+        ends in another sequence reads queries twice, and leaves two partials."""
+        whole = workers - workers % max(seq_heads, 1)
+        return whole if whole >= WHOLE_RUNS * workers else workers
 
     def macros(self) -> dict[str, object]:
         """What the kernel is compiled with."""

@@ -100,6 +100,10 @@ class DecodeConfig(CallShape):
         """Workers of a block: each has a run of tiles."""
         return self.warps // self.worker_warps
 
+    def runs(self, workers: int, seq_heads: int) -> int:
+        """How many of so many workers are given a run of tiles; seq_heads: (sequence, kv head) pairs that have some."""
+        return workers
+
     @property
     def with_more_warps(self) -> DecodeConfig | None:
         """The same with 16 warps, where 128 registers a thread are enough and shared memory is; usually they are not faster."""
