@@ -138,6 +138,11 @@ def test_runs_that_are_whole(sequences, heads, workers):
     assert (part.resident, part.decode_grid[0]) == (workers, workers // part.config.workers)
 
 
+def test_runs_beside_copies_are_of_all_workers():
+    call, _ = with_copies("int4", 16, (200,) * 64, (1,) * 64)
+    assert [part.resident for part in hopper.Plan(call, 132).parts.values()] == [132, 132]
+
+
 @runs
 @pytest.mark.parametrize("fmt", ["int4", "int8", "levels4", "none"])
 def test_maxima_that_rise(fmt, monkeypatch, tmp_path):

@@ -234,7 +234,7 @@ class Plan:
                 all_ = blocks // whole.blocks * whole.blocks if config.either else 0  # as the call may turn out to be split
                 blocks = max(whole.grid(seq_heads), all_ if held is None else min(all_, held))
             resident = blocks * config.workers
-            if whole is None:
+            if whole is None and len(configs) == 1:  # a source behind another finds multiprocessors busy, and ends unevenly anyway
                 resident = config.runs(resident, seq_heads)
                 blocks = -(-resident // config.workers)
             partial_slots = config.partials(longest_of_shape(call, call.segments[i])) if config.invariant else 0
