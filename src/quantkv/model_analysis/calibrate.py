@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
 
-from ... import weights
-from ...calibration import MIN_TOKENS, Calibration, LayerMoments
-from ...checks import integer, refuse, tensor
-from ...engine.observed import PROJECTIONS, SKIPPED, moments_of, projection_moments
-from ...maps import KEY_MEAN_BUCKET
-from .attention import decoder_of, quantkv_attention, quantkv_mask
-from .config import CACHE, geometry_of, max_positions, plan_layers, shares_keys
+from .. import weights
+from ..calibration import MIN_TOKENS, Calibration, LayerMoments
+from ..checks import integer, refuse, tensor
+from ..engine.observed import PROJECTIONS, SKIPPED, moments_of, projection_moments
+from ..integrations.transformers_model import CACHE, decoder_of, geometry_of, max_positions, plain_attention, plan_layers, shares_keys
+from ..maps import KEY_MEAN_BUCKET
 from .rotation import Average, Layout, Rotary, Turn, form_of, table_of, unturned
 
 ATTENTION = "quantkv_calibrate"
@@ -329,8 +329,8 @@ def _value_moments(module: torch.nn.Module, num_heads: int, value: torch.Tensor)
 def _observed_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any):
     for observer in WATCHING:
         observer.see(module, query, key, value)
-    return quantkv_attention(module, query, key, value, *args, **kwargs)
+    return plain_attention(module, query, key, value, *args, **kwargs)
 
 
 AttentionInterface.register(ATTENTION, _observed_attention)
-AttentionMaskInterface.register(ATTENTION, quantkv_mask)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
