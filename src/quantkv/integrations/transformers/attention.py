@@ -10,7 +10,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from ... import weights
+from ... import deprecated, weights
 from ...checks import refuse
 from ...engine.decode_metadata import mask_summary
 from ...engine.layer_config import UNQUANTIZED
@@ -174,3 +174,5 @@ def quantkv_mask(
 
 AttentionInterface.register(ATTENTION, quantkv_attention)
 AttentionMaskInterface.register(ATTENTION, quantkv_mask)
+
+__getattr__ = deprecated.module(__name__, "quantkv.integrations.transformers_model", ("check_weights",))
