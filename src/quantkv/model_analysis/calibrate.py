@@ -16,7 +16,7 @@ from transformers.masking_utils import sdpa_mask
 from .. import weights
 from ..calibration import MIN_TOKENS, Calibration, LayerMoments
 from ..checks import integer, refuse, tensor
-from ..engine.observed import PROJECTIONS, SKIPPED, moments_of, projection_moments
+from ..engine.observed import PROJECTIONS, SKIPPED, LayerSums, moments_of, projection_moments
 from ..integrations.transformers_model import CACHE, decoder_of, geometry_of, max_positions, plain_attention, plan_layers, shares_keys
 from ..maps import KEY_MEAN_BUCKET
 from .rotation import Average, Layout, Rotary, Turn, form_of, table_of, unturned
@@ -103,15 +103,13 @@ class Repeated(Exception):
     """The queries and keys of a call of an attention module that was repeated, so as to see them."""
 
 
-class SeenLayer:
+class SeenLayer(LayerSums):
     """What forward passes showed of one layer: sums over its tokens, and how it turns them."""
 
     def __init__(self) -> None:
-        self.keys, self.key_sum, self.key_moments = 0, 0.0, 0.0
-        self.queries, self.query_moments = 0, 0.0
+        super().__init__()
         self.rotary: Rotary | None = None
         self.layout: Layout | None = None
-        self.understood = True
         self.weights: torch.Tensor | None = None  # the sample of its key projection
         self.value_moments: dict[torch.nn.Module, torch.Tensor] = {}  # by the module whose output projection it is
 
@@ -184,12 +182,7 @@ class Observer:
         if turn is not None:
             back = turn.inverse()
             query, key = (_by_context(back, t.float()) for t in (query, key))
-        heads, skipped = key.shape[1], slice(SKIPPED, None)
-        rows = query.float()[:, :, skipped].unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 3)  # [HK, .., D]
-        layer.query_moments = layer.query_moments + (rows.mT @ rows).double()
-        key = key[:, :, skipped].transpose(0, 1).flatten(1, 2).double()  # [HK, .., D]
-        layer.key_sum, layer.key_moments = layer.key_sum + key.sum(1), layer.key_moments + key.mT @ key
-        layer.keys, layer.queries = layer.keys + key.shape[1], layer.queries + rows.shape[1]
+        layer.add(query.transpose(1, 2), key.transpose(1, 2))
 
     def _turn(self, module: torch.nn.Module, layer: SeenLayer, query: torch.Tensor, key: torch.Tensor) -> Turn | None:
         """The rotations of the rows of this call, one after the other; None where they are not turned, or it is not known how."""
@@ -275,19 +268,18 @@ class Observer:
         return {number: self._moments(number, layer, count, averages) for number, layer in sorted(self.layers.items())}
 
     def _moments(self, number: int, layer: SeenLayer, count: int, averages: dict[Any, Average]) -> LayerMoments:
-        queries, mean, keys = layer.query_moments / layer.queries, layer.key_sum / layer.keys, layer.key_moments / layer.keys
-        key_mean, spread = None, None
+        queries, mean, key_mean, spread = layer.hessian, layer.mean, None, None
         if not layer.understood:
             log.warning("calibrate: layer %d: how keys turn with their position is not understood: no key means", number)
         elif layer.layout is None:
-            key_mean, spread = mean[None], keys.diagonal(dim1=1, dim2=2) - mean.square()
+            key_mean, spread = mean[None], layer.covariance.diagonal(dim1=1, dim2=2)
         else:
             key = layer.rotary.key, layer.layout, mean.shape[-1]
             if key not in averages:
                 tables = layer.rotary.tables(count, KEY_MEAN_BUCKET)
                 averages[key] = Average.of(tables, layer.layout, mean.shape[-1], KEY_MEAN_BUCKET)
             key_mean, queries = averages[key].turned_mean(mean), averages[key].turned_moments(queries)
-            spread = averages[key].turned_moments(keys).diagonal(dim1=1, dim2=2) - key_mean.double().square().mean(0)
+            spread = averages[key].turned_moments(layer.key_moments).diagonal(dim1=1, dim2=2) - key_mean.double().square().mean(0)
         return moments_of(key_mean, queries, sum(layer.value_moments.values()), spread, layer.weights)
 
 
