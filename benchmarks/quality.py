@@ -25,7 +25,7 @@ from quantkv.cli.metrics import Comparison
 from quantkv.cli.policies import full_precision_of
 from quantkv.formats import get_format
 from quantkv.integrations.transformers import calibrate
-from quantkv.integrations.transformers.sensitivity import sensitivities
+from quantkv.model_analysis.sensitivity import sensitivities
 from quantkv.policy import Policy
 
 MODELS = ("smollm2", "qwen", "gemma")

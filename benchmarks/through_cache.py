@@ -39,7 +39,7 @@ from quantkv.calibration import Calibration
 from quantkv.cli import eval as evaluation
 from quantkv.cli import models, policies, readers, report, text, trials
 from quantkv.cli.eval_command import DEFAULT_KV
-from quantkv.integrations.transformers.statistics import statistics_of
+from quantkv.model_analysis.statistics import statistics_of
 from quantkv.policy import Policy
 from quantkv.spec import CacheSpec
 

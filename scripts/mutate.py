@@ -83,17 +83,19 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
     "engine/fake_quantized": "tests/test_teacher_forced.py",
     "integrations/transformers/attention": f"tests/test_weights.py tests/test_statistics.py {HUGGING} {STATIC}",
     "integrations/transformers/cache": HUGGING,
-    "integrations/transformers/calibrate": "tests/test_calibrate.py",
     "integrations/transformers/captured": STATIC,
     "integrations/transformers/compiled": STATIC,
-    "integrations/transformers/config": HUGGING,
-    "integrations/transformers/teacher_forced": "tests/test_teacher_forced.py",
+    "integrations/transformers/first_use": "tests/test_statistics.py",
     "integrations/transformers/layers": f"{HUGGING} {STATIC}",
     "integrations/transformers/lazy_kv": HUGGING,
-    "integrations/transformers/rotation": "tests/test_rotation.py tests/test_calibrate.py",
-    "integrations/transformers/sensitivity": "tests/cli/test_cli_tune.py",
+    "integrations/transformers/made_for": HUGGING,
     "integrations/transformers/recurrent_and_latent": f"{HUGGING} {LATENT_COPIES}",
-    "integrations/transformers/statistics": "tests/test_statistics.py",
+    "integrations/transformers_model": f"tests/test_calibrate.py {HUGGING}",
+    "model_analysis/calibrate": "tests/test_calibrate.py",
+    "model_analysis/rotation": "tests/test_rotation.py tests/test_calibrate.py",
+    "model_analysis/sensitivity": "tests/cli/test_cli_tune.py",
+    "model_analysis/statistics": "tests/test_statistics.py",
+    "model_analysis/teacher_forced": "tests/test_teacher_forced.py",
     **{
         f"integrations/vllm/{name}": VLLM
         for name in (
@@ -116,7 +118,10 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
 PACKAGES = ("torch", "numpy", "pytest", "hypothesis", "safetensors.torch", "triton")
 MORE = {  # modules whose names begin so: what is imported as well, once, before a test runs
     "implementations/cpu/": ("numba",),
-    "integrations/transformers/": ("transformers.models.llama.modeling_llama", "transformers.generation", "torch._dynamo"),
+    **dict.fromkeys(
+        ("integrations/transformers", "model_analysis/"),
+        ("transformers.models.llama.modeling_llama", "transformers.generation", "torch._dynamo"),
+    ),
     "integrations/vllm/": ("vllm.entrypoints.llm", "vllm.model_executor.models.utils", "vllm.v1.attention.selector"),
 }
 KERNELS = (
@@ -193,12 +198,12 @@ EQUIVALENT = {  # (module, how the line begins, what is changed): why it compute
     },
     ("implementations/cpu/sides", "patterns = torch.arange(2 **", "2 -> 3"): "patterns that no code has",
     ("implementations/cpu/write", "half = len(given[0])", "0 -> 1"): "keys and values are as many",
-    ("integrations/transformers/statistics", "VERSION = 2", "2 -> 3"): "any number that no version before had",
+    ("model_analysis/statistics", "VERSION = 2", "2 -> 3"): "any number that no version before had",
     **{("policy", "whole_file.write(path, (json.dumps", change): "how a file is indented" for change in ("2 -> 3", "2 -> 1")},
-    **{("integrations/transformers/rotation", "AT_ONCE = 1 <<", change): TUNED for change in ("1 -> 2", "14 -> 13", "14 -> 15")},
-    ("integrations/transformers/rotation", "if rows[0].shape[1] % 2", "2 -> 1"): "halves of an odd number are not of one size",
-    ("integrations/transformers/rotation", "embedding = [t[0] for t in", "0 -> 1"): "axes that are equal",
-    ("integrations/transformers/rotation", "if embedding[0].ndim == 4", "Gt -> GtE"): "of one axis, which equals itself",
+    **{("model_analysis/rotation", "AT_ONCE = 1 <<", change): TUNED for change in ("1 -> 2", "14 -> 13", "14 -> 15")},
+    ("model_analysis/rotation", "if rows[0].shape[1] % 2", "2 -> 1"): "halves of an odd number are not of one size",
+    ("model_analysis/rotation", "embedding = [t[0] for t in", "0 -> 1"): "axes that are equal",
+    ("model_analysis/rotation", "if embedding[0].ndim == 4", "Gt -> GtE"): "of one axis, which equals itself",
     ("integrations/transformers/layers", "self.places = [t.view(-1)", "16 -> 17"): TUNED,
     **{
         ("offload", line, change): "on a GPU alone"

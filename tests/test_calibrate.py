@@ -14,12 +14,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from architectures import ARCHITECTURES, before  # noqa: E402
 from quantkv.geometry import Geometry, Heads  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, calibrate, use_quantkv_attention  # noqa: E402
-from quantkv.integrations.transformers.config import geometry_of  # noqa: E402
-from quantkv.integrations.transformers.rotation import Layout, Table  # noqa: E402
+from quantkv.integrations.transformers_model import geometry_of  # noqa: E402
+from quantkv.model_analysis.rotation import Layout, Table  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
 from test_transformers import tiny  # noqa: E402
 
-MODULE = importlib.import_module("quantkv.integrations.transformers.calibrate")
+MODULE = importlib.import_module("quantkv.model_analysis.calibrate")
 SKIPPED, BUCKET = MODULE.SKIPPED, MODULE.KEY_MEAN_BUCKET
 LIMIT = 2 * BUCKET
 FAMILIES = {  # each for another way to turn
@@ -74,10 +74,10 @@ def record(model, ids, position):
     def attention(module, query, key, value, mask, **kwargs):
         number = next(n for n, known in cache.keys.items() if known is key)
         queries.setdefault(number, []).append(query)
-        return MODULE.quantkv_attention(module, query, key, value, mask, **kwargs)
+        return MODULE.plain_attention(module, query, key, value, mask, **kwargs)
 
     AttentionInterface.register("recorded", attention)
-    AttentionMaskInterface.register("recorded", MODULE.quantkv_mask)
+    AttentionMaskInterface.register("recorded", MODULE.sdpa_mask)
     decoder = MODULE.decoder_of(model)
     own = decoder.config._attn_implementation
     decoder.set_attn_implementation({"": "recorded"})

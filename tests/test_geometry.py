@@ -16,7 +16,7 @@ from transformers import AutoConfig, DynamicCache  # noqa: E402
 from architectures import ARCHITECTURES, SIZES, Architecture, before  # noqa: E402
 from quantkv import geometry  # noqa: E402
 from quantkv.geometry import Heads  # noqa: E402
-from quantkv.integrations.transformers.config import geometry_of, max_positions, plan_layers  # noqa: E402
+from quantkv.integrations.transformers_model import geometry_of, max_positions, plan_layers  # noqa: E402
 from quantkv.known_models import MODELS, config_of  # noqa: E402
 
 ROOT = Path(__file__).parent.parent

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "src" / "quantkv"
 FILES = sorted(ROOT.rglob("*.py"))
-# Each room and the rooms that it may import, lazily or not. A folder of `implementations` is a room of its own.
+# Each room and the rooms that it may import, lazily or not. A folder of `implementations` or `integrations` is a room of its own.
 ALLOWED = {
     "spec": {"names"},
     "names": set(),
@@ -131,29 +131,68 @@ ALLOWED = {
     },
     "vllm_api": {"calls", "checks", "format", "formats", "maps", "ops", "packing", "page_views"},
     "testing": {"calls", "format", "formats", "implementations", "maps", "cache", "spec", "reference", ""},
-    "integrations": {
+    "integrations": {"calibration", "checks", "engine", "format", "geometry", "names", "policy", "policy_file", "weights"},
+    "model_analysis": {
+        "calibration",
+        "checks",
+        "engine",
+        "format",
+        "full_precision",
+        "geometry",
+        "integrations",
+        "maps",
+        "options",
+        "policy",
+        "spec",
+        "weights",
+        "whole_file",
+    },
+    "transformers": {
+        "cache",
+        "calibration",
+        "checks",
+        "copies",
+        "engine",
+        "format",
+        "formats",
+        "integrations",
+        "model_analysis",
+        "policy",
+        "spec",
+        "weights",
+    },
+    "vllm": {
         "cache",
         "calibration",
         "calls",
         "capacity",
-        "checks",
+        "copies",
         "engine",
-        "full_precision",
         "format",
-        "formats",
+        "full_precision",
         "geometry",
-        "maps",
+        "integrations",
         "names",
         "options",
         "page_meaning",
         "policy",
         "policy_file",
-        "copies",
-        "full_precision_step",
         "spec",
         "vllm_pages",
-        "weights",
         "whole_file",
+    },
+    "sglang": {
+        "cache",
+        "calibration",
+        "calls",
+        "copies",
+        "engine",
+        "formats",
+        "geometry",
+        "integrations",
+        "options",
+        "policy",
+        "vllm_pages",
     },
     "bench": {"calls", "cache", "prepared", "formats", "maps", "implementations", "reference", "prefill", "cpu", ""},
     "cli": {
@@ -174,6 +213,9 @@ ALLOWED = {
         "parameters",
         "policy_file",
         "integrations",
+        "model_analysis",
+        "transformers",
+        "vllm",
         "cache",
         "calibration",
         "checks",
@@ -196,7 +238,7 @@ def room(path: Path) -> str:
 
 
 def _room(parts: Sequence[str]) -> str:
-    inner = len(parts) > 1 and parts[0] == "implementations" and (ROOT / "implementations" / parts[1]).is_dir()
+    inner = len(parts) > 1 and parts[0] in ("implementations", "integrations") and (ROOT / parts[0] / parts[1]).is_dir()
     return parts[1] if inner else parts[0] if parts else ""
 
 

@@ -130,3 +130,17 @@ def test_a_sample_batch_was_called_batch():
     with says("quantkv.calls.Side", "quantkv.calls.PagedTensor"):
         from quantkv.calls import Side
     assert Side is PagedTensor
+
+
+def test_calibrate_was_in_the_adapter_of_transformers():
+    pytest.importorskip("transformers")
+    from quantkv.integrations.transformers import calibrate
+
+    with says("quantkv.integrations.transformers.calibrate.calibrate", "quantkv.model_analysis.calibrate.calibrate"):
+        from quantkv.integrations.transformers.calibrate import calibrate as old
+    with says("quantkv.integrations.transformers.attention.check_weights", "quantkv.integrations.transformers_model.check_weights"):
+        from quantkv.integrations.transformers.attention import check_weights  # noqa: F401
+
+    from quantkv.integrations import transformers
+
+    assert old is calibrate is transformers.calibrate  # the module of that name does not hide the function

@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from quantkv.integrations.transformers import rotation
-from quantkv.integrations.transformers.rotation import Average, Layout, Rotary, Table, form_of, table_of, unturned
+from quantkv.model_analysis import rotation
+from quantkv.model_analysis.rotation import Average, Layout, Rotary, Table, form_of, table_of, unturned
 
 ANGLES = torch.rand(2, 5, 4, generator=torch.Generator().manual_seed(0)) * 3  # of contexts, tokens, pairs
 SHAPES = {  # how a model repeats the angles of its pairs

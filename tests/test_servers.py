@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ from quantkv import Batch, PagedCache, get_format
 from quantkv.engine import warm_up
 from quantkv.engine.layer import LayerAttention
 from quantkv.engine.layer_config import LayerConfig
-from quantkv.engine.observed import SKIPPED
+from quantkv.engine.observed import SKIPPED, causal_attention
 from quantkv.integrations import asked, serving
 from quantkv.integrations.seen_layers import SeenLayers, ServedModel
 from quantkv.integrations.vllm.around import around
@@ -165,7 +165,7 @@ class Model(torch.nn.Module):
 def measure(numbers, seen, forward, limit=512):
     model = Model()
     served = ServedModel(model, torch.device("cpu"), torch.float32, 5, 64, limit, 100, None)
-    return seen.measure(served, numbers, [(number, model, (2, 4, 4)) for number in numbers], forward, nullcontext())
+    return seen.measure(served, numbers, [(number, model, (2, 4, 4)) for number in numbers], forward)
 
 
 def test_a_pass_over_a_servers_model_makes_a_calibration():
@@ -200,6 +200,27 @@ def test_latents_of_a_pass_have_one_mean():
     made, _ = measure({4}, seen, forward, 200)
     mean = torch.cat([latents[SKIPPED:] for latents in rows]).double().mean(0)
     assert len(rows) == 3 and torch.equal(made.layers[4].key_mean, mean.half()[None, None])
+
+
+def test_layers_attend_to_the_rows_of_the_pass():
+    """A layer without keys of its own reads the owner's, as they were; no rows are kept after the pass, or where it fails."""
+    seen, attention = SeenLayers("no.package"), LayerAttention(4, 0.25)
+
+    def forward(ids):
+        query, key, value = (torch.randn(len(ids), heads, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
+        due = causal_attention(attention, query, key, value)
+        assert torch.equal(seen.attend(3, "owner", attention, query, key, value), due)
+        key.zero_(), value.zero_()
+        assert torch.equal(seen.attend(None, "owner", attention, query, None, None), due)
+        assert seen.rows.keys() == {"owner"} and seen.layers[3].count == len(ids) - SKIPPED
+        if len(ids) < 200:
+            raise RuntimeError
+
+    measure({3}, seen, lambda ids: forward(ids[:200]) if not seen.layers else None)
+    assert not seen.rows
+    with pytest.raises(RuntimeError):
+        measure({3}, seen, lambda ids: forward(ids[:100]))
+    assert not seen.rows
 
 
 def test_layers_that_a_pass_did_not_reach_are_named():

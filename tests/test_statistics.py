@@ -15,7 +15,8 @@ from quantkv.calibration import gains_from_key_mean  # noqa: E402
 from quantkv.engine.observed import calibration_of, latent_moments  # noqa: E402
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.integrations.at_start import contexts, measured  # noqa: E402
-from quantkv.integrations.transformers import QuantizedCache, calibrate, statistics, use_quantkv_attention  # noqa: E402
+from quantkv.integrations.transformers import QuantizedCache, calibrate, first_use, use_quantkv_attention  # noqa: E402
+from quantkv.model_analysis import statistics  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
 from quantkv.policy_file import PRESETS  # noqa: E402
 from test_transformers import tiny  # noqa: E402
@@ -28,7 +29,7 @@ def own_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path))
     monkeypatch.setattr(statistics, "_known", type(statistics._known)())
     yield tmp_path
-    statistics._waiting.clear()
+    first_use._waiting.clear()
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_one_pass_for_all_caches_of_a_model(model, monkeypatch):
     for _ in range(3):
         run(model, QuantizedCache(model.config, "4bit"))
     assert len(passes) == 1
-    assert not statistics._waiting and statistics._hook is None
+    assert not first_use._waiting and first_use._hook is None
 
 
 def test_they_are_kept_by_the_weights(model, own_folder, monkeypatch):
@@ -224,13 +225,13 @@ def test_copies_wait_too(model):
 
 def test_caches_that_are_never_used_are_not_kept(model):
     cache = QuantizedCache(model.config, "4bit")
-    assert cache in statistics._waiting
+    assert cache in first_use._waiting
     del cache
     import gc
 
     gc.collect()
     run(model, QuantizedCache(model.config, "int4"))
-    assert not statistics._waiting and statistics._hook is None
+    assert not first_use._waiting and first_use._hook is None
 
 
 @torch.no_grad()

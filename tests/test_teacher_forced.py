@@ -18,13 +18,13 @@ from quantkv.engine.fake_quantized import attend, fake_quantized, full_precision
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.geometry import Kind  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, use_quantkv_attention  # noqa: E402
-from quantkv.integrations.transformers.teacher_forced import FakeQuantizedCache, teacher_forced  # noqa: E402
 from quantkv.maps import LayerMaps, LinearMap  # noqa: E402
+from quantkv.model_analysis.teacher_forced import FakeQuantizedCache, teacher_forced  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
 from test_transformers import logits, prompts, tiny  # noqa: E402
 
 HQ, HK, D, N = 4, 2, 64, 75
-module = importlib.import_module("quantkv.integrations.transformers.teacher_forced")
+module = importlib.import_module("quantkv.model_analysis.teacher_forced")
 
 
 def rows(seed=0, heads=HK, count=N):

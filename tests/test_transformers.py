@@ -16,8 +16,8 @@ from quantkv.engine.forward_metadata import ForwardMetadata  # noqa: E402
 from quantkv.engine.sequences import Sequences  # noqa: E402
 from quantkv.geometry import Heads, Kind  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, QuantizedLayer, quantkv_attention, quantkv_mask, use_quantkv_attention  # noqa: E402
-from quantkv.integrations.transformers.config import LayerPlan, _heads  # noqa: E402
 from quantkv.integrations.transformers.lazy_kv import PagedLength  # noqa: E402
+from quantkv.integrations.transformers_model import LayerPlan, _heads  # noqa: E402
 
 VOCABULARY = 128
 SIZES = {

@@ -14,7 +14,7 @@ from architectures import ARCHITECTURES  # noqa: E402
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.geometry import Heads  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, use_quantkv_attention  # noqa: E402
-from quantkv.integrations.transformers.config import geometry_of  # noqa: E402
+from quantkv.integrations.transformers_model import geometry_of  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
 from test_transformers import logits, prompts, tiny  # noqa: E402
 

@@ -15,8 +15,8 @@ from architectures import ARCHITECTURES, before  # noqa: E402
 from families import generate, logits, prompts  # noqa: E402
 from quantkv.geometry import Heads  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, use_quantkv_attention  # noqa: E402
-from quantkv.integrations.transformers.config import CACHE, geometry_of  # noqa: E402
 from quantkv.integrations.transformers.recurrent_and_latent import LatentLayer  # noqa: E402
+from quantkv.integrations.transformers_model import CACHE, geometry_of  # noqa: E402
 
 
 def build(name):

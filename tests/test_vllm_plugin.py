@@ -46,6 +46,7 @@ from quantkv.engine.warm_up import WarmUps, summary  # noqa: E402
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.geometry import Heads  # noqa: E402
 from quantkv.integrations import asked, serving  # noqa: E402
+from quantkv.integrations.seen_layers import SeenLayers  # noqa: E402
 from quantkv.integrations.vllm import blocks, connectors, implementation, metadata, mixed, mla, platform, statistics  # noqa: E402
 from quantkv.integrations.vllm.asked import reads_own_rows  # noqa: E402
 from quantkv.integrations.vllm.backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, format_of  # noqa: E402
@@ -1533,14 +1534,15 @@ def test_what_was_measured_is_given_to_the_layers_that_wait_for_it(kinds, what, 
 def test_layers_without_keys_of_their_own_show_the_owners_in_the_pass_that_measures():
     generator = torch.Generator().manual_seed(0)
     owner, reader = (QuantKVImpl.__new__(QuantKVImpl) for _ in "ab")
-    reader.owner, shown, outs = owner, [], []
+    reader.owner, seen, shown, outs = owner, SeenLayers("no.package"), [], []
+    seen.add = lambda *given: shown.append(given)
     rows = [torch.randn(5, heads, 16, generator=generator) for heads in (4, 2, 2)]
     for number, impl in enumerate((owner, reader)):
         impl.attention, impl.number, impl.policy = LayerAttention(4, 0.25), number, Policy("levels4", statistics="auto")
-        impl.observer = SimpleNamespace(add=lambda *given: shown.append(given))
+        impl.watch(seen)
         given = [t.clone() for t in rows] if impl is owner else [rows[0], *torch.zeros(2, 5, 2, 16)]
         outs.append(impl._observed(None, *given, torch.empty(5, 4, 16)))
-    assert [number for number, *_ in shown] == [0, None] and reader.seen is None
+    assert [number for number, *_ in shown] == [0, None] and seen.rows.keys() == {owner}
     assert torch.equal(*outs) and bool(outs[0].any())
 
 

@@ -12,8 +12,8 @@ from quantkv import weights  # noqa: E402
 from quantkv.calibration import Calibration  # noqa: E402
 from quantkv.integrations import asked  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, calibrate, use_quantkv_attention  # noqa: E402
-from quantkv.integrations.transformers.sensitivity import sensitivities  # noqa: E402
-from quantkv.integrations.transformers.teacher_forced import teacher_forced  # noqa: E402
+from quantkv.model_analysis.sensitivity import sensitivities  # noqa: E402
+from quantkv.model_analysis.teacher_forced import teacher_forced  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
 from test_transformers import tiny  # noqa: E402
 

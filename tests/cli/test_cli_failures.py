@@ -11,7 +11,7 @@ from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 
 from quantkv.cli import models, reading
-from quantkv.integrations.transformers.config import max_positions
+from quantkv.integrations.transformers_model import max_positions
 
 # Nothing but quantkv's own dependencies can be imported, as after `pip install quantkv`.
 CORE = """

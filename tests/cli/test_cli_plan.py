@@ -468,7 +468,7 @@ def test_doctor_refuses_in_one_line(run, args):
 def test_the_readers_agree(model_dir):
     from transformers import AutoConfig
 
-    from quantkv.integrations.transformers.config import geometry_of
+    from quantkv.integrations.transformers_model import geometry_of
 
     made, theirs = (
         read(json.loads((model_dir / "config.json").read_text())),

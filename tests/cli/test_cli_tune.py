@@ -17,7 +17,7 @@ from quantkv.cli import html as report_html
 from quantkv.cli import models, text, trials, tune
 from quantkv.cli.allocation import Choice, allocate, hull
 from quantkv.full_precision import FullPrecisionTokens
-from quantkv.integrations.transformers.sensitivity import sensitivities
+from quantkv.model_analysis.sensitivity import sensitivities
 from quantkv.policy import Policy
 
 

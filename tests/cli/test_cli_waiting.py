@@ -10,9 +10,9 @@ from quantkv.cli import costs, generate, models, options, readers, text, trials,
 from quantkv.cli import eval as evaluation
 from quantkv.cli.waiting import EVERY, Estimate, Step, Work
 from quantkv.implementations.cpu import compiling
-from quantkv.integrations.transformers.config import CACHE
-from quantkv.integrations.transformers.sensitivity import sensitivities
-from quantkv.integrations.transformers.teacher_forced import FakeQuantizedCache
+from quantkv.integrations.transformers_model import CACHE
+from quantkv.model_analysis.sensitivity import sensitivities
+from quantkv.model_analysis.teacher_forced import FakeQuantizedCache
 from quantkv.policy import Policy
 
 

@@ -15,7 +15,7 @@ from .waiting import Step
 
 if TYPE_CHECKING:
     from ..geometry import Heads
-    from ..integrations.transformers.teacher_forced import FakeQuantizedCache
+    from ..model_analysis.teacher_forced import FakeQuantizedCache
     from ..policy import Policy
     from .readers import Reader
 
@@ -74,8 +74,8 @@ def _now(ids: torch.Tensor) -> float:
 
 def _forced(model: Any, policies: Mapping[str, Policy]) -> dict[str, float]:
     """Seconds by policy, from storing and reading rows back in every layer."""
-    from ..integrations.transformers.config import geometry_of
-    from ..integrations.transformers.teacher_forced import FakeQuantizedCache
+    from ..integrations.transformers_model import geometry_of
+    from ..model_analysis.teacher_forced import FakeQuantizedCache
 
     heads, known = {layer: of for layer, of in geometry_of(model.config).heads.items() if of is not None}, {}
     found = {CONTINUED: 0.0}

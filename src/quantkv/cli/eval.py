@@ -198,7 +198,7 @@ def _score(result: PolicyResult, trial: Trial, exact: torch.Tensor, logits: torc
 
 def measure(result: PolicyResult, specs: dict[int, CacheSpec], policy: Policy, model: Any, context: int) -> None:
     """Take sizes from the geometry of the layers."""
-    from ..integrations.transformers.config import plan_layers
+    from ..integrations.transformers_model import plan_layers
 
     sliding = {number for number, plan in enumerate(plan_layers(model.config)) if plan.kind is not None and plan.kind.window}
     result.size = Size.of(specs, policy.full_precision, sliding, context)

@@ -58,7 +58,7 @@ class Found:
         """With its weights. ValueError for what is damaged, missing or not supported."""
         from safetensors import safe_open
 
-        from ..integrations.transformers.attention import decoder_of
+        from ..integrations.transformers_model import decoder_of
 
         for file in sorted(self.folder.glob("*.safetensors")):
             with reading(self.argument, file), safe_open(file, "pt"):
@@ -154,7 +154,7 @@ def check_config(config: Any) -> None:
     """ValueError or NotImplementedError unless it is that of a decoder with keys and values to quantize, in code of transformers' own."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    from ..integrations.transformers.config import plan_layers
+    from ..integrations.transformers_model import plan_layers
 
     plan_layers(config)
     if "/" in (named := str(config._attn_implementation)):  # transformers would fetch a repository of that name, and run its kernels
@@ -165,7 +165,7 @@ def check_config(config: Any) -> None:
 
 def check_positions(loaded: Loaded | Found, argument: str, needed: int, taken: int = 0) -> None:
     """ValueError if the model has fewer than `needed` positions; `taken` of them are not the argument's."""
-    from quantkv.integrations.transformers.config import max_positions
+    from quantkv.integrations.transformers_model import max_positions
 
     known = max_positions(loaded.config)
     if known is None or needed <= known:

@@ -110,7 +110,7 @@ def load_calibration(file: Path) -> Calibration:
 def fitting(policies: Mapping[str, Policy], config: Any, strict: bool) -> tuple[dict[str, Policy], dict[str, str]]:
     """The policies that a model of this configuration can take, by name, and the reasons of the others; ValueError for the first of them
     if `strict`."""
-    from ..integrations.transformers.config import geometry_of
+    from ..integrations.transformers_model import geometry_of
 
     kept, reasons, geometry = {}, {}, geometry_of(config)
     for name, policy in policies.items():

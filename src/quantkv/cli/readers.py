@@ -43,7 +43,7 @@ class TeacherForced:
     def __call__(
         self, model: Any, ids: torch.Tensor, policy: Policy, prompt: int = 0, keep: int = 0, on_pass: OnPass = lambda: None
     ) -> tuple[torch.Tensor, dict[int, CacheSpec]]:
-        from ..integrations.transformers.teacher_forced import teacher_forced
+        from ..model_analysis.teacher_forced import teacher_forced
 
         on_pass()
         with teacher_forced(model, policy, prompt) as fake:
@@ -112,7 +112,7 @@ class ThroughCache:
 
 def last_logits(model: Any, ids: torch.Tensor, keep: int, cache: Any = None, **options: Any) -> torch.Tensor:
     """The last `keep` logits (0: all) `[S, .., vocabulary]` of a pass over tokens `[S, T]`, which a cache takes."""
-    from ..integrations.transformers.config import CACHE
+    from ..integrations.transformers_model import CACHE
 
     if cache is not None:
         options |= {CACHE: cache, "use_cache": True}

@@ -20,7 +20,7 @@ from .output import Json
 from .waiting import Step, progress
 
 if TYPE_CHECKING:
-    from ..integrations.transformers.sensitivity import Sensitivities
+    from ..model_analysis.sensitivity import Sensitivities
     from ..policy import Policy
 
 FORMATS = "levels2,levels3,levels4"
@@ -92,7 +92,7 @@ def tune_command(
         room.check(budget)
     contexts = texts.cut(chosen_text, found.tokenizer, context, tokens)
     loaded = options.load(found, device, dtype, console)
-    from ..integrations.transformers.sensitivity import sensitivities
+    from ..model_analysis.sensitivity import sensitivities
 
     steps = [Step("gradients"), *[Step("layer")] * len(room.layers)] * len(contexts)
     with progress(console, steps) as on_step:
@@ -122,7 +122,7 @@ class Room:
 
     def __init__(self, config: Any, names: list[str], policy: Policy, context: int) -> None:
         from ..formats import get_format
-        from ..integrations.transformers.config import geometry_of, plan_layers
+        from ..integrations.transformers_model import geometry_of, plan_layers
 
         geometry, plans = geometry_of(config), plan_layers(config)
         if None in geometry.heads.values():

@@ -38,13 +38,12 @@ class LayerSums:
         self.understood, self.rotation = True, None
 
     def add(self, query: torch.Tensor, key: torch.Tensor) -> None:
-        """Rows of one context before rotation: `query [T, HQ, D]`, `key [T, HK, D]`."""
-        query, key = query[SKIPPED:].float(), key[SKIPPED:].float()
-        rows = query.unflatten(1, (key.shape[1], -1)).transpose(0, 1).flatten(1, 2)  # [HK, .., D]
+        """Rows of contexts of T tokens before rotation: `query [.., T, HQ, D]`, `key [.., T, HK, D]`."""
+        query, key = query[..., SKIPPED:, :, :].float(), key[..., SKIPPED:, :, :].flatten(0, -3)
+        rows = query.unflatten(-2, (key.shape[1], -1)).flatten(0, -4).transpose(0, 1).flatten(1, 2)  # [HK, .., D]
         self.moments = self.moments + (rows.mT @ rows).double() / (rows.shape[1] // len(key))
-        self.keys = self.keys + key.sum(0).double()
         wide = key.transpose(0, 1).double()
-        self.squares = self.squares + wide.mT @ wide
+        self.keys, self.squares = self.keys + wide.sum(1), self.squares + wide.mT @ wide
         self.count += len(key)
 
     @property
@@ -58,10 +57,15 @@ class LayerSums:
         return (self.moments / self.count).float()
 
     @property
+    def key_moments(self) -> torch.Tensor:
+        """Second moments of the keys `[HK, D, D]` float64."""
+        return self.squares / self.count
+
+    @property
     def covariance(self) -> torch.Tensor:
         """Covariance of the keys, `[HK, D, D]` float32."""
         mean = self.keys / self.count
-        return (self.squares / self.count - mean[:, :, None] * mean[:, None]).float()
+        return (self.key_moments - mean[:, :, None] * mean[:, None]).float()
 
 
 class LatentSums:

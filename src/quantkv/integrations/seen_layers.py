@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterable, Set
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 
 from ..calibration import Calibration
-from ..engine.observed import LatentSums, LayerSums, calibration_of, latent_moments, layer_moments, value_moments
+from ..engine.layer import LayerAttention
+from ..engine.observed import LatentSums, LayerSums, calibration_of, causal_attention, latent_moments, layer_moments, value_moments
 from .at_start import contexts, release
 from .rotations import SeenRotations
 
@@ -34,13 +35,33 @@ class ServedModel(NamedTuple):
 class SeenLayers:
     """Sums over the rows of layers, by their number, as they are attended to in a pass.
 
-    package, within: see `SeenRotations`.
+    package, within: see `SeenRotations`. rows: keys and values of the sequence that the pass is at, by the layer that made them.
     """
 
     def __init__(self, package: str, within: tuple[str, ...] = ()) -> None:
         self.rotations = SeenRotations(package, within)
         self.layers: dict[int, LayerSums] = {}
         self.latents: dict[int, LatentSums] = {}
+        self.rows: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attend(
+        self,
+        number: int | None,
+        owner: Hashable,
+        attention: LayerAttention,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention of a layer over the pass's own rows, which are added: `query [T, HQ, D]` -> `[T, HQ, D_V]`.
+
+        number: None for one whose rows do not count. owner: the layer whose keys and values are read. key, value: these; None: the owner
+        has shown them."""
+        if key is not None:
+            self.rows[owner] = key.clone(), value.clone()
+        key, value = self.rows[owner]
+        self.add(number, query, key)
+        return causal_attention(attention, query, key, value)
 
     def add(self, number: int | None, query: torch.Tensor, key: torch.Tensor) -> None:
         """`query [T, HQ, D]` and `key [T, HK, D]` of a layer; number: None for one whose rows do not count."""
@@ -61,7 +82,7 @@ class SeenLayers:
         numbers: Set[int],
         modules: Iterable[tuple[int, torch.nn.Module, tuple[int, int, int]]],
         forward: Callable[[torch.Tensor], None],
-        watching: AbstractContextManager,
+        watching: AbstractContextManager = nullcontext(),
     ) -> tuple[Calibration, str]:
         """The calibration of this rank's heads, and what its tokens were.
 
@@ -69,9 +90,12 @@ class SeenLayers:
         positions. watching: a context in which every layer shows its rows to this. NotImplementedError where one did not.
         """
         parts, source = contexts(of.tokenizer, of.vocab_size, of.pass_tokens, of.device)
-        with torch.inference_mode(), watching, self.rotations.watching(of.model):
-            for part in parts:
-                forward(part)
+        try:
+            with torch.inference_mode(), watching, self.rotations.watching(of.model):
+                for part in parts:
+                    forward(part)
+        finally:
+            self.rows.clear()
         if missing := numbers - self.layers.keys() - self.latents.keys():
             raise NotImplementedError(f"the pass did not reach layers {sorted(missing)}")
         with torch.inference_mode():

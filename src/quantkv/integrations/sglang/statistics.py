@@ -6,8 +6,6 @@ eager and needs no pages: an attention backend of its own attends over the rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +16,6 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from ...calibration import Calibration
-from ...engine.observed import causal_attention
 from ..at_start import LORA, RECURRENCE, SOME_LAYERS, measured
 from ..seen_layers import SeenLayers, ServedModel
 from . import logger
@@ -31,8 +28,7 @@ BODIES = ("model", "language_model.model")  # where a model has its layers, in f
 class Observer(AttentionBackend):
     """Attention of the pass that measures a model, over its own rows.
 
-    seen: what it shows. rows: keys and values of layers by their number.
-    token_to_kv_pool: what models ask before they store rows themselves.
+    seen: what it shows. token_to_kv_pool: what models ask before they store rows themselves.
     """
 
     token_to_kv_pool = SimpleNamespace(dtype=torch.uint8)
@@ -40,26 +36,15 @@ class Observer(AttentionBackend):
     def __init__(self, layers: Layers) -> None:
         super().__init__()
         self.layers, self.seen = layers, SeenLayers(ROTARIES)
-        self.rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def forward(self, q, k, v, layer, forward_batch, save_kv_cache=True, **given):
         """Attention of a layer's rows, as `QuantKVBackend` takes them."""
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        number = layer.layer_id
         if k is not None:
             k, v = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim), v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim)
-            self.rows[number] = k.clone(), v.clone()
-        self.seen.add(None if k is None else number, q, k)
         attention = self.layers.attention[id(layer)].with_sinks(given.get("sinks"))
-        return causal_attention(attention, q, *self.rows[number]).flatten(1)
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """A context after which it keeps no rows."""
-        try:
-            yield
-        finally:
-            self.rows.clear()
+        number = None if k is None else layer.layer_id
+        return self.seen.attend(number, layer.layer_id, attention, q, k, v).flatten(1)
 
 
 def reason_against(configurator: Any) -> str | None:
@@ -92,7 +77,7 @@ def _measured(configurator: Any, layers: Layers) -> tuple[Calibration, str]:
     served, observer = ServedModel(configurator.model, device, layers.dtype, *sizes, tokenizer), Observer(layers)
     modules = ((m.layer_id, m, (m.tp_k_head_num, m.v_head_dim, m.tp_q_head_num)) for m in layers.modules)
     forward = partial(_forward, _body(configurator.model), observer)
-    return observer.seen.measure(served, layers.of.keys(), modules, forward, observer.watching())
+    return observer.seen.measure(served, layers.of.keys(), modules, forward)
 
 
 def _body(model: torch.nn.Module) -> torch.nn.Module:

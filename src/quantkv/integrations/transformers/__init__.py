@@ -8,9 +8,12 @@
 and attends to the pages. Tested with transformers 5.17 to 5.24.
 """
 
+from . import calibrate as _calibrate  # noqa: F401 - a module's old name, loaded before the function of that name
+
+# isort: split
+from ...model_analysis.calibrate import calibrate
 from .attention import quantkv_attention, quantkv_mask, use_quantkv_attention
 from .cache import QuantizedCache
-from .calibrate import calibrate
 from .captured import use_cuda_graphs
 from .layers import QuantizedLayer
 

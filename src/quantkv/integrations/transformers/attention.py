@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-import sys
 import weakref
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ... import weights
-from ...calibration import Calibration
-from ...checks import instance, refuse
+from ... import deprecated, weights
+from ...checks import refuse
 from ...engine.decode_metadata import mask_summary
 from ...engine.layer_config import UNQUANTIZED
 from ...formats import get_format
+from ..transformers_model import decoder_of, plain_attention
 from .compiled import HANDED
 from .layers import QuantizedLayer
 from .lazy_kv import ATTENTION, PagedLength
@@ -34,31 +32,6 @@ def use_quantkv_attention(model: PreTrainedModel) -> PreTrainedModel:
     """
     decoder_of(model).set_attn_implementation({"": ATTENTION})
     return model
-
-
-def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The part of `model` that attends to cached keys. NotImplementedError where transformers cannot tell it how."""
-    instance("model", model, PreTrainedModel, "a model of transformers")
-    name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise NotImplementedError(f"model: {name} is an encoder-decoder; decoders only")
-    config = model.config.get_text_config(decoder=True)
-    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part.config is config]
-    if not parts or not all(part._can_set_attn_implementation() for part in parts):
-        raise NotImplementedError(
-            f"model: {name} computes attention by itself and cannot be told to do it otherwise (its code does not use transformers' "
-            "AttentionInterface), so it cannot read quantized pages"
-        )
-    return parts[0]
-
-
-def check_weights(model: PreTrainedModel, calibration: Calibration | None) -> None:
-    """ValueError where a calibration was made of another model: of one with other key projections."""
-    if calibration is not None:
-        modules = {
-            part.layer_idx: part for part in reversed([*decoder_of(model).modules()]) if isinstance(getattr(part, "layer_idx", None), int)
-        }
-        calibration.check_weights({number: weights.of_module(part) for number, part in modules.items()})
 
 
 def quantkv_attention(
@@ -83,9 +56,7 @@ def quantkv_attention(
     layer = HANDED.take() if compiling else getattr(key, "layer", None)
     if layer is None:
         options = {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window, "is_causal": is_causal, **kwargs}
-        if softcap is None and s_aux is None and not kwargs.get("output_attentions"):
-            return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-        return _eager(module, query, key, value, attention_mask, softcap=softcap, s_aux=s_aux, **options)
+        return plain_attention(module, query, key, value, attention_mask, softcap=softcap, s_aux=s_aux, **options)
     if dropout:
         refuse("dropout", dropout, "a quantized cache is for inference")
     if torch.is_grad_enabled() and query.requires_grad:
@@ -157,21 +128,6 @@ def _no_statistics(mode: str) -> None:
     log.warning("quantkv: QuantizedCache: %s", said)
 
 
-def _eager(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The model's own attention function, with the mask `[S, 1, N, keys]` that it wants: what to add to the scores."""
-    places = (sys.modules.get(base.__module__) for base in type(module).__mro__)
-    attend = next((place.eager_attention_forward for place in places if hasattr(place, "eager_attention_forward")), None)
-    if attend is None:
-        raise NotImplementedError(f"softcap, s_aux, output_attentions: {type(module).__name__} has no attention function that knows them")
-    if mask is None and query.shape[2] > 1:  # what transformers leaves to is_causal
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
-    return attend(module, query, key, value, mask, **options)
-
-
 def quantkv_mask(
     *,
     q_length: int,
@@ -218,3 +174,5 @@ def quantkv_mask(
 
 AttentionInterface.register(ATTENTION, quantkv_attention)
 AttentionMaskInterface.register(ATTENTION, quantkv_mask)
+
+__getattr__ = deprecated.module(__name__, "quantkv.integrations.transformers_model", ("check_weights",))

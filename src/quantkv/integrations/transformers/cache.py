@@ -19,13 +19,15 @@ from ...engine.layer_config import LayerConfig
 from ...engine.sequences import Sequences
 from ...format import Format
 from ...formats import get_format
+from ...model_analysis.statistics import latent_means, with_statistics
 from ...policy import Policy
 from ...spec import CacheSpec
 from ..asked import of_prompts
-from .config import LayerPlan, MadeFor, check_policy, geometry_of, plan_layers, shares_keys
+from ..transformers_model import LayerPlan, check_policy, geometry_of, plan_layers, shares_keys
+from .first_use import wait_for
 from .layers import QuantizedLayer
+from .made_for import MadeFor
 from .recurrent_and_latent import HybridLayer, LatentLayer
-from .statistics import latent_means, wait_for, with_statistics
 
 
 @deprecated.attributes(exact_nbytes="full_precision_nbytes")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..transformers_model import CACHE
 from .cache import QuantizedCache
-from .config import CACHE
 
 
 def use_cuda_graphs(model: PreTrainedModel) -> PreTrainedModel:

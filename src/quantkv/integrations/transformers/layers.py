@@ -14,8 +14,8 @@ from ...engine.forward_metadata import is_capturing
 from ...engine.sequences import Sequences
 from ...format import Format
 from .compiled import HANDED, decode_layer, known_by, pass_layer
-from .config import MadeFor
 from .lazy_kv import LazyKV, PagedLength
+from .made_for import MadeFor
 
 UNKNOWN = -1  # tokens, where the device alone knows how many: an attention that takes it for a length fails at once
 

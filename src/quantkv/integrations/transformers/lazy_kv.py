@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from .config import MadeFor
     from .layers import QuantizedLayer
+    from .made_for import MadeFor
 
 ATTENTION = "quantkv"
 

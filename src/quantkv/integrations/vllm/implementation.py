@@ -25,7 +25,6 @@ from ...calibration import Calibration
 from ...copies import CacheWithCopies
 from ...engine.layer import LayerAttention, PagedLayer
 from ...engine.layer_config import LayerConfig, Shard
-from ...engine.observed import causal_attention
 from ...engine.warm_up import StepLimits, check_prompts, claim_scratch, warm_up, who_serves
 from ...format import Format
 from ...full_precision import FullPrecisionTokens
@@ -79,7 +78,6 @@ class QuantKVImpl(AttentionImpl[Step]):
     attention: what its calls have in common. paged: its pages. owner: the layer whose pages it reads; None: they are its own.
     pages_per_block: pages that the kernels read. unmeasured: the model could not be measured, which was said.
     number: of the layer whose pages it reads. observer: sees the rows of the pass that measures the model; None: no such pass runs.
-    seen: keys and values of its own rows in that pass, while it runs.
     measured: what that pass has measured of this rank's heads.
     """
 
@@ -94,7 +92,6 @@ class QuantKVImpl(AttentionImpl[Step]):
     unmeasured: bool = False
     number: int | None = None
     observer: Any = None
-    seen: tuple[torch.Tensor, torch.Tensor] | None = None
     measured: Calibration | None = None
 
     def __init__(
@@ -278,7 +275,7 @@ class QuantKVImpl(AttentionImpl[Step]):
 
     def watch(self, observer: Any) -> None:
         """Show the rows of the pass that measures the model to an observer from now on; None: no such pass runs."""
-        self.observer, self.seen = observer, None
+        self.observer = observer
 
     def _by_policy(self, number: int, heads: Heads) -> LayerConfig:
         """What the policy says of a layer, for the kv heads of this rank."""
@@ -377,8 +374,5 @@ class QuantKVImpl(AttentionImpl[Step]):
 
     def _observed(self, layer, query, key, value, output):
         """Attention of the pass that measures the model, over its own rows; layers without keys of their own attend to the owner's."""
-        self.observer.add(self.observed_as, query, key)
-        if self.owner is None:
-            self.seen = key.clone(), value.clone()
-        key, value = (self.owner or self).seen
-        return output.copy_(causal_attention(self.attention, query, key, value))
+        own = (key, value) if self.owner is None else (None, None)
+        return output.copy_(self.observer.attend(self.observed_as, self.owner or self, self.attention, query, *own))

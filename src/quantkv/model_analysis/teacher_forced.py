@@ -17,18 +17,17 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from ...checks import refuse
-from ...engine.fake_quantized import attend, fake_quantized
-from ...engine.layer_config import LayerConfig, full_precision_tokens
-from ...format import Format
-from ...full_precision import BLOCK_SIZE, FullPrecisionTokens
-from ...geometry import Heads
-from ...maps import LayerMaps, LinearMap
-from ...options import PROMPT_QUERIES
-from ...policy import Policy
-from ...spec import CacheSpec
-from .attention import check_weights, decoder_of
-from .config import LayerPlan, check_policy, plan_layers, shares_keys
+from ..checks import refuse
+from ..engine.fake_quantized import attend, fake_quantized
+from ..engine.layer_config import LayerConfig, full_precision_tokens
+from ..format import Format
+from ..full_precision import BLOCK_SIZE, FullPrecisionTokens
+from ..geometry import Heads
+from ..integrations.transformers_model import LayerPlan, check_policy, check_weights, decoder_of, plan_layers, shares_keys
+from ..maps import LayerMaps, LinearMap
+from ..options import PROMPT_QUERIES
+from ..policy import Policy
+from ..spec import CacheSpec
 from .statistics import with_statistics
 
 TEACHER_FORCED = "quantkv_teacher_forced"

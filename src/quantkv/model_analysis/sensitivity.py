@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from ...checks import refuse
-from ...engine.fake_quantized import attend
-from ...policy import Policy
-from .attention import check_weights
+from ..checks import refuse
+from ..engine.fake_quantized import attend
+from ..integrations.transformers_model import check_weights
+from ..policy import Policy
 from .statistics import with_statistics
 from .teacher_forced import FakeQuantizedCache, attending
 

@@ -1,8 +1,4 @@
-"""Statistics of a model without a file: one pass over a short text, when a cache is first used with the model.
-
-A cache is made from a configuration, and what it has to measure is a model. So it waits for the first forward pass of a model with that
-configuration (a hook of torch's on every module, gone after that pass began), which measures the model before its own first layer runs.
-"""
+"""Statistics of a model without a file: one pass over a short text, once for its weights."""
 
 from __future__ import annotations
 
@@ -12,22 +8,18 @@ import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import DynamicCache, PreTrainedModel
 
-from ... import weights, whole_file
-from ...calibration import Calibration
-from ...engine.observed import LatentSums
-from ...policy import Policy
-from ..sample_tokens import pass_tokens, sample_tokens
+from .. import weights, whole_file
+from ..calibration import Calibration
+from ..engine.observed import LatentSums
+from ..integrations.sample_tokens import pass_tokens, sample_tokens
+from ..integrations.transformers_model import CACHE, geometry_of, max_positions, plan_layers
+from ..policy import Policy
 from .calibrate import calibrate
-from .config import CACHE, geometry_of, max_positions, plan_layers
-
-if TYPE_CHECKING:
-    from .cache import QuantizedCache
 
 VERSION = 2  # part of a kept file's name: raise it when the text or what is measured changes
 SLOW = 2.0  # seconds: a pass that takes longer is worth a line that everyone sees
@@ -35,27 +27,6 @@ SLOW = 2.0  # seconds: a pass that takes longer is worth a line that everyone se
 log = logging.getLogger("quantkv")
 _known: weakref.WeakKeyDictionary[torch.nn.Module, Calibration] = weakref.WeakKeyDictionary()
 _means: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, torch.Tensor]] = weakref.WeakKeyDictionary()
-_waiting: weakref.WeakSet[QuantizedCache] = weakref.WeakSet()
-_hook: Any = None
-
-
-def wait_for(cache: QuantizedCache) -> None:
-    """Let the first forward pass of the cache's model measure it."""
-    global _hook
-    _waiting.add(cache)
-    if _hook is None:
-        _hook = register_module_forward_pre_hook(_see)
-
-
-def _see(module: torch.nn.Module, args: Any) -> None:
-    global _hook
-    if isinstance(module, PreTrainedModel):
-        for cache in [cache for cache in _waiting if cache.is_of(module.config)]:
-            _waiting.discard(cache)  # first: the pass that measures is one of the model too
-            cache.take_statistics(module)
-    if not _waiting and _hook is not None:
-        _hook.remove()
-        _hook = None
 
 
 def with_statistics(policy: Policy, model: PreTrainedModel) -> Policy:

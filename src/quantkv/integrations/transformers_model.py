@@ -1,18 +1,23 @@
-"""What a model's configuration says about its layers: which keep keys and values, and what else they keep."""
+"""A model of transformers: what its configuration says about its layers, the part that attends, and its own attention."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from inspect import signature
 from typing import Any, NamedTuple
 
-from transformers import DynamicCache, PreTrainedConfig
+import torch
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ...checks import refuse
-from ...geometry import (
+from .. import weights
+from ..calibration import Calibration
+from ..checks import instance
+from ..geometry import (
     ATTENTION_TYPES,
     EMPTY_TYPES,
     HYBRID_TYPES,
@@ -27,7 +32,7 @@ from ...geometry import (
     stretched,
     unknown_type,
 )
-from ...policy import Policy
+from ..policy import Policy
 
 # What models, and their outputs, call their cache; `cache` since transformers 5.24, which takes the older name with a warning.
 CACHE = "cache" if any(field.name == "cache" for field in fields(BaseModelOutputWithPast)) else "past_key_values"
@@ -133,39 +138,64 @@ def check_policy(policy: Policy, config: PreTrainedConfig, plans: Sequence[Layer
         policy.calibration.check(geometry)
 
 
-class MadeFor:
-    """The model that a cache was made for, by what its layers keep.
-
-    name: of its configuration's class. layers: what each of them keeps, and its heads.
-    """
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        self.name, self.layers = type(config).__name__, _kept(config)
-        self._known: Any = config.get_text_config(decoder=True)  # the last configuration that was found right
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_known": None}
-
-    def check(self, config: PreTrainedConfig) -> None:
-        """ValueError unless the layers of a model with this configuration keep the same."""
-        if config is self._known:
-            return
-        name = type(config).__name__
-        if _kept(config) != self.layers:
-            refuse(
-                "past_key_values",
-                f"QuantizedCache of a {self.name}",
-                f"the layers of this model, a {name}, keep something else; a cache of its own is needed: QuantizedCache(model.config, ...)",
-            )
-        self._known = config
-
-
-def _kept(config: PreTrainedConfig) -> list[tuple[Any, ...]]:
-    plans, heads = plan_layers(config), geometry_of(config).heads
-    return [(plan.kind, plan.latent, plan.states, heads.get(number)) for number, plan in enumerate(plans)]
-
-
 def max_positions(config: PreTrainedConfig) -> int | None:
     """How many tokens a model has positions for; None if its config sets no bound."""
     config = config.get_text_config(decoder=True)
     return stretched(getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None))
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The part of `model` that attends to cached keys. NotImplementedError where transformers cannot tell it how."""
+    instance("model", model, PreTrainedModel, "a model of transformers")
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise NotImplementedError(f"model: {name} is an encoder-decoder; decoders only")
+    config = model.config.get_text_config(decoder=True)
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part.config is config]
+    if not parts or not all(part._can_set_attn_implementation() for part in parts):
+        raise NotImplementedError(
+            f"model: {name} computes attention by itself and cannot be told to do it otherwise (its code does not use transformers' "
+            "AttentionInterface), so it cannot read quantized pages"
+        )
+    return parts[0]
+
+
+def check_weights(model: PreTrainedModel, calibration: Calibration | None) -> None:
+    """ValueError where a calibration was made of another model: of one with other key projections."""
+    if calibration is not None:
+        modules = {
+            part.layer_idx: part for part in reversed([*decoder_of(model).modules()]) if isinstance(getattr(part, "layer_idx", None), int)
+        }
+        calibration.check_weights({number: weights.of_module(part) for number, part in modules.items()})
+
+
+def plain_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention by transformers itself, over keys and values that are given: "sdpa", or "eager" where that does not know the options."""
+    if softcap is None and s_aux is None and not options.get("output_attentions"):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    return _eager(module, query, key, value, attention_mask, softcap=softcap, s_aux=s_aux, **options)
+
+
+def _eager(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The model's own attention function, with the mask `[S, 1, N, keys]` that it wants: what to add to the scores."""
+    places = (sys.modules.get(base.__module__) for base in type(module).__mro__)
+    attend = next((place.eager_attention_forward for place in places if hasattr(place, "eager_attention_forward")), None)
+    if attend is None:
+        raise NotImplementedError(f"softcap, s_aux, output_attentions: {type(module).__name__} has no attention function that knows them")
+    if mask is None and query.shape[2] > 1:  # what transformers leaves to is_causal
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
+    return attend(module, query, key, value, mask, **options)
