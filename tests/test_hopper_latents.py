@@ -140,7 +140,7 @@ def test_runs_that_are_whole(sequences, heads, workers):
 
 def test_runs_beside_copies_are_of_all_workers():
     call, _ = with_copies("int4", 16, (200,) * 64, (1,) * 64)
-    assert [part.resident for part in hopper.Plan(call, 132).parts.values()] == [132, 132]
+    assert [part.resident for part in hopper.Plan(call, 132).parts.values()] == [264, 132]
 
 
 @runs
