@@ -22,6 +22,7 @@ from quantkv.rounding import Rounding, root_mean_square, round_to_levels, unbias
 
 HEADS, NOPE, VALUE, QUERIES = 16, 128, 128, 16
 SPARE = 2 * ROPE  # bytes of the rotated dimensions
+ROTATED_INT8, SPARE_INT8 = ", rotated dimensions int8", ROPE + 4
 HADAMARD = named_map("rht", LATENT)[0].float() / LATENT**0.5
 Code = Callable[[torch.Tensor, tuple[torch.Tensor, ...]], torch.Tensor]  # rows [T, D], Hessians [D, D] -> rows as they are read back
 
@@ -55,6 +56,12 @@ def uniform(group: int) -> Code:
         return ((((y / step) + zero).round().clamp(0, 15) - zero) * step).flatten(1) @ HADAMARD
 
     return code
+
+
+def int8(rows: torch.Tensor) -> torch.Tensor:
+    """Whole numbers up to 127, and a scale for each row."""
+    step = rows.abs().amax(1, keepdim=True) / 127
+    return (rows / step).round() * step
 
 
 def centred(inner: Code) -> Code:
@@ -184,6 +191,9 @@ CODES: tuple[tuple[str, float, Code], ...] = (
     ("levels5 without the mean", 320 + 2 + SPARE, centred(plain(5))),
     ("levels5 by the Hessian, without the mean", 320 + 2 + SPARE, centred(by_hessian(5))),
     ("256 x 6, 256 x 5 bits by variance", 352 + 4 + SPARE, by_variance((256, 6), (256, 5))),
+    ("levels5 without the mean" + ROTATED_INT8, 320 + 2 + SPARE_INT8, centred(plain(5))),
+    ("levels5 by the Hessian of outputs, without the mean" + ROTATED_INT8, 320 + 2 + SPARE_INT8, centred(by_hessian(5, 1))),
+    ("trellis of 5 bits, 64 states, without the mean" + ROTATED_INT8, 320 + 2 + SPARE_INT8, centred(trellis(5))),
     ("levels6", 384 + 2 + SPARE, plain(6)),
     ("levels6 without the mean", 384 + 2 + SPARE, centred(plain(6))),
 )
@@ -249,7 +259,8 @@ def main() -> None:
 
         want, base = attended(absorbed, turned, rows, rotated, out), 0.0
         for name, _, code in codes:
-            error = relative(attended(absorbed, turned, code(rows, seen), rotated, out), want)
+            kept = int8(rotated) if name.endswith(ROTATED_INT8) else rotated
+            error = relative(attended(absorbed, turned, code(rows, seen), kept, out), want)
             base = base or error
             table[name].append(f"{error / base:.2f}" if error is not base else f"{error:.4f}")
             print(kind, name, f"{error:.4f} {error / base:.2f}", flush=True)
