@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from quantkv.policy_file import PRESETS
+
 pytest.importorskip("setuptools")
 ROOT = Path(__file__).parent.parent
 
@@ -71,3 +73,9 @@ def test_every_relative_link_of_the_readme_exists(script):
     pictures = re.findall(script.PICTURE, text)
     for _, _, path in (*script.LINK.findall(text), *script.LINK.findall(" ".join(pictures))):
         assert (ROOT / path.partition("#")[0]).exists(), path
+
+
+def test_what_the_readme_starts_is_a_preset():
+    """A first-time user, who calibrates nothing, gets none of the formats that lose much then."""
+    asked = re.findall(r"--(?:kv-cache-dtype|attention-backend) quantkv_(\w+)", (ROOT / "README.md").read_text())
+    assert len(asked) >= 3 and set(asked) <= set(PRESETS)
