@@ -97,10 +97,9 @@ def test_a_layer_shows_its_latents_while_it_is_watched_and_attends_to_its_own_ro
     impl, tokens = latent_impl("levels4"), 7
     expected, layer, shown = with_projection(impl), SimpleNamespace(), []
     impl._layer, impl.number, impl.policy = lambda: layer, 3, Policy("levels4", statistics="auto")
-    impl.seen = "of an earlier pass"
     observer = SimpleNamespace(add_latents=lambda *given: shown.append(given))
     impl.watch(None)
-    assert vars(layer) == {} and impl.observer is None and impl.seen is None
+    assert vars(layer) == {} and impl.observer is None
     impl.watch(observer)
     assert impl.observer is observer
     q, latents, rotated = random(tokens, COUNT, NOPE + ROPE), random(tokens, RANK, seed=1), random(tokens, 1, ROPE, seed=2)

@@ -22,6 +22,7 @@ from quantkv.engine.layer_config import LayerConfig, Shard
 from quantkv.full_precision import FullPrecisionTokens
 from quantkv.geometry import Heads
 from quantkv.integrations import serving
+from quantkv.integrations.seen_layers import SeenLayers
 from quantkv.integrations.vllm import backend, implementation, mla
 from quantkv.integrations.vllm.backend import QuantKVBackend
 from quantkv.integrations.vllm.implementation import QuantKVImpl
@@ -43,7 +44,7 @@ def bare(**given):
 
 def test_a_new_layer_has_pages_of_its_own_and_no_statistics():
     impl = bare()
-    assert impl.paged is impl.owner is impl.number is impl.observer is impl.seen is impl.measured is None
+    assert impl.paged is impl.owner is impl.number is impl.observer is impl.measured is None
     assert (impl.of_latents, impl.lends, impl.unmeasured, impl.pages_per_block, impl.sizes) == (False, False, False, 1, ())
     assert impl.backend is QuantKVBackend
 
@@ -311,7 +312,7 @@ def test_slopes_count_the_distance_of_a_key_or_its_square_root(sqrt, made):
     step.write(cache, key, value)
     impl.cache_of, impl._per_layer = lambda kv_cache: cache, impl.attention.tensors(torch.device("cpu"))
     found = impl.forward(None, query, key, value, None, step, torch.empty(tokens, 2, 16))
-    impl.watch(SimpleNamespace(add=lambda *given: None))
+    impl.watch(SeenLayers("vllm"))
     observed = impl.forward(None, query, key, value, None, None, torch.empty(tokens, 2, 16))
     assert torch.allclose(found, expected, atol=1e-5) and torch.allclose(observed, expected, atol=1e-5)
 
