@@ -22,3 +22,4 @@ def test_layers_with_attention_alone_have_pages():
     assert isinstance(whole.full_kv_pool, QuantKVPool) and kind.numbers == {None: [1, 3]}
     assert [layers.of[n].cache.spec for n in (1, 3)] == list(specs.values()) and not layers.of[1].windowed
     assert sum(whole.get_kv_size_bytes()) == sum(spec.block_bytes for spec in specs.values()) * (64 // PAGE + 1)
+    assert whole.get_kv_size_bytes()[1] == (16 * (32 + 4) + 16 * (64 + 4)) * 2 * 5  # codes and metadata of 16 tokens, 2 heads, 5 pages

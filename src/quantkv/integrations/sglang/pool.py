@@ -27,12 +27,11 @@ REFUSED = (  # what reads, writes or moves rows: tokens of a page have no bytes 
 class QuantKVPool(MHATokenToKVPool):
     """Pages of one pool's layers: `[size / page_size + 1, HK, page_bytes]` uint8 a layer. Page 0 takes the rows of padding.
 
-    layers: of the model. numbers: of its layers, by SGLang's label of the pool. in_hybrid: whether it has layers of another kind too.
+    layers: of the model. numbers: of its layers, by SGLang's label of the pool.
     """
 
     layers: ClassVar[Layers]
     numbers: ClassVar[dict[str | None, list[int]]]
-    in_hybrid: ClassVar[bool]
 
     def __init__(self, size: int, page_size: int, dtype: torch.dtype, **named: Any) -> None:
         if named.pop("post_capture_active", False) or named.get("quant_method") is not None:
@@ -54,10 +53,14 @@ class QuantKVPool(MHATokenToKVPool):
             layer.cache = layer.paged.allocate(self.size // self.page_size + 1, self.page_size, device)
             self.k_buffer.append(layer.cache.buffer)
 
-    def get_kv_size_bytes(self) -> int | tuple[int, int]:
-        """Bytes of its pages. For a hybrid SGLang wants those of keys and of values, which a page holds together: all count as keys."""
-        total = sum(buffer.nbytes for buffer in self.k_buffer)
-        return (total, 0) if self.in_hybrid else total
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        """Bytes of keys and of values in its pages; padding of a page counts as keys'."""
+        values = 0
+        for number in self.numbers[self.allocation_label]:
+            cache = self.layers.of[number].cache
+            _, (_, codes), _, (_, meta) = cache.spec.sections
+            values += (codes + meta) * cache.spec.num_kv_heads * cache.num_blocks
+        return sum(buffer.nbytes for buffer in self.k_buffer) - values, values
 
     def _clear_buffers(self) -> None:
         raise NotImplementedError("quantkv: giving the memory of pages back is not supported")
@@ -82,10 +85,9 @@ def pool_class(layers: Layers, info: Any, hybrid: list[int] | None, has_windows:
     if has_windows:
         numbers = {"Full": list(info.full_attention_layer_ids), WINDOWS: list(info.swa_attention_layer_ids)}
     else:
-        every = range(info.start_layer, info.end_layer)
-        numbers = {None: [n for n in every if hybrid is None or n in hybrid]}
-    own = {"layers": layers, "numbers": numbers, "in_hybrid": hybrid is not None, "__module__": __name__}
-    return type(QuantKVPool.__name__, (QuantKVPool,), own)
+        own = range(info.start_layer, info.end_layer)
+        numbers = {None: [n for n in own if hybrid is None or n in hybrid]}
+    return type(QuantKVPool.__name__, (QuantKVPool,), {"layers": layers, "numbers": numbers, "__module__": __name__})
 
 
 def cell_bytes(layers: Layers, numbers: list[int], page_size: int) -> int:
