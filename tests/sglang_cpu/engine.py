@@ -31,6 +31,8 @@ class Answers:
     logprobs: list[list[list[float]]]  # of the NEXT most probable tokens at each step, the greedy one first
     prompt_logprobs: list[list[float]]  # of each token of a prompt but the first
     cached: list[int]  # tokens of a prompt that were found in the radix cache
+    drafted: list[int]  # tokens that were drafted behind a prompt
+    accepted: list[int]  # of these
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Report:
     answers: list[Answers] = field(default_factory=list)
     backend: str = ""  # the class that serves attention
     pools: list[str] = field(default_factory=list)  # classes of the pools
-    formats: list[str] = field(default_factory=list)  # of quantkv, by layer
+    formats: list[str] = field(default_factory=list)  # of quantkv, by layer; behind them those of the model that drafts
     page_bytes: list[int] = field(default_factory=list)  # of a page of each layer
     pool_bytes: int = 0
     tokens: int = 0  # that the cache holds
@@ -164,6 +166,8 @@ def _answers(outputs: list) -> dict[str, Any]:
         "logprobs": [[[token[0] for token in step] for step in info["output_top_logprobs"]] for info in infos],
         "prompt_logprobs": [[token[0] for token in (info.get("input_token_logprobs") or [])[1:]] for info in infos],
         "cached": [info["cached_tokens"] for info in infos],
+        "drafted": [info.get("spec_num_proposed_drafts", 0) for info in infos],
+        "accepted": [info.get("spec_num_correct_drafts", 0) for info in infos],
     }
 
 
@@ -179,15 +183,18 @@ def _watch(scheduler: type, seen: Path) -> None:
         if get_parallel().tp_rank:
             return
         runner = self.tp_worker.model_runner
-        pool, layers = runner.token_to_kv_pool, getattr(runner.attn_backend, "layers", None)
-        of = {} if layers is None else {number: layers.of[number] for number in layers.numbers}
+        pool, of = runner.token_to_kv_pool, _layers(runner)
         pools = [getattr(pool, name) for name in ("full_kv_pool", "swa_kv_pool") if hasattr(pool, name)] or [pool]
+        if self.draft_worker is not None:
+            drafts = self.draft_worker.draft_worker.draft_runner
+            pools.append(drafts.token_to_kv_pool)
+            of += _layers(drafts)
         size = pool.get_kv_size_bytes()
         found = {
             "backend": f"{type(runner.attn_backend).__module__}.{type(runner.attn_backend).__qualname__}",
             "pools": [f"{type(p).__module__}.{type(p).__qualname__}" for p in pools],
-            "formats": [layer.paged.config.format.name for layer in of.values()],
-            "page_bytes": [layer.paged.spec(runner.page_size).block_bytes for layer in of.values()],
+            "formats": [layer.paged.config.format.name for layer in of],
+            "page_bytes": [layer.paged.spec(runner.page_size).block_bytes for layer in of],
             "pool_bytes": int(sum(size) if isinstance(size, tuple) else size),
             "tokens": runner.max_total_num_tokens,
             "window_tokens": getattr(runner, "swa_max_total_num_tokens", None) or 0,
@@ -212,6 +219,12 @@ def _watch(scheduler: type, seen: Path) -> None:
         return own_step(self, *args, **kwargs)
 
     scheduler.__init__, scheduler.process_batch_result = start, step
+
+
+def _layers(runner: Any) -> list:
+    """quantkv's layers of a model, in order."""
+    layers = getattr(runner.attn_backend, "layers", None)
+    return [] if layers is None else [layers.of[number] for number in layers.numbers]
 
 
 def _retract() -> list[int]:

@@ -29,8 +29,6 @@ def refused(report, *said):
         ({"enable_hierarchical_cache": True, "disable_radix_cache": False}, ["enable_hierarchical_cache=True", "allowed: False"]),
         ({"enable_memory_saver": True}, ["enable_memory_saver=True", "allowed: False"]),
         ({"disaggregation_mode": "prefill"}, ["disaggregation_mode='prefill'", "allowed: 'null'"]),
-        ({"speculative_algorithm": "NGRAM"}, ["speculative_algorithm='NGRAM'", "allowed: None"]),  # SGLang would name flashinfer
-        ({"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "no/such"}, ["speculative_algorithm='EAGLE'"]),
         ({"enable_deterministic_inference": True}, ["enable_deterministic_inference=True", "allowed: False"]),
         ({"decode_attention_backend": "torch_native"}, ["prefill_attention_backend='quantkv_int4'", "'torch_native'", "name one for both"]),
     ],

@@ -18,7 +18,7 @@ from ...geometry import Heads
 from ...options import AttentionOptions
 from ...policy import Policy
 from .. import asked
-from . import POLICY_VARIABLE, PREFIX, PROMPT_VARIABLES, logger
+from . import POLICY_VARIABLE, PREFIX, PROMPT_VARIABLES, drafts, logger
 
 PAGE_SIZES = vllm_pages.BLOCK_SIZES  # of those that the Hopper kernels read
 # What assumes rows of 16 bits, or slots that are rows: the argument, and the only value that is served.
@@ -36,7 +36,6 @@ ONLY = {
     "prefill_only_disable_kv_cache": False,
     "enable_memory_saver": False,
     "disaggregation_mode": "null",
-    "speculative_algorithm": None,
     "dcp_size": 1,
     "attn_cp_size": 1,
     "enable_two_batch_overlap": False,
@@ -46,7 +45,11 @@ ONLY = {
     "dllm_algorithm": None,
     "kv_canary": "none",
 }
-ONLY_ENVIRONMENT = ("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "SGLANG_USE_HND_KVCACHE")  # allocate pools of another form
+ONLY_ENVIRONMENT = (
+    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",  # allocates pools of another form, as does the next
+    "SGLANG_USE_HND_KVCACHE",
+    "SGLANG_ENABLE_OVERLAP_PLAN_STREAM",  # prepares a step before its drafts are known
+)
 
 
 def asked_backends(view: Any) -> tuple[str | None, str | None]:
@@ -66,8 +69,8 @@ def of_prompts(name: str, policy: Policy) -> str:
     return asked.of_prompts(name, policy, variable, os.environ.get(variable))
 
 
-def check_arguments(view: Any) -> None:
-    """Refuse what no model is served with. view: arguments of a server that asks for quantkv.
+def check_arguments(view: Any, resolved: bool = False) -> None:
+    """Refuse what no model is served with. view: arguments of a server that asks for quantkv. resolved: whether SGLang has settled them.
 
     ValueError or NotImplementedError, naming the argument.
     """
@@ -83,10 +86,12 @@ def check_arguments(view: Any) -> None:
     for name in ONLY_ENVIRONMENT:
         if getattr(envs, name).get():
             raise NotImplementedError(f"quantkv: {name}=1 is not supported with attention_backend={ours[0]!r}; allowed: 0")
+    drafts.check_arguments(view, ours[0], resolved)
 
 
-def check(server_args: Any, model: Any) -> str | None:
+def check(server_args: Any, model: Any, is_draft: bool = False) -> str | None:
     """The one backend of quantkv that a server's resolved arguments ask for; None where they ask for none. model: SGLang's `ModelConfig`.
+    is_draft: whether the model drafts.
 
     ValueError or NotImplementedError, naming the argument, for what quantkv does not serve.
     """
@@ -98,11 +103,12 @@ def check(server_args: Any, model: Any) -> str | None:
         )
     if given == (None, None):
         return None
-    check_arguments(view)
+    check_arguments(view, resolved=True)
     if view.page_size not in PAGE_SIZES:
         allowed = ", ".join(map(str, PAGE_SIZES))
         raise ValueError(f"page_size={view.page_size}: attention_backend={given[0]!r} needs one of {allowed}")
-    _check_model(model, policy_of(given[0]), view.page_size, view.device)
+    policy = policy_of(given[0])
+    _check_model(model, Policy(policy.format, prompt=policy.prompt) if is_draft else policy, view.page_size, view.device)
     return given[0]
 
 

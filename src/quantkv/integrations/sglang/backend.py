@@ -15,10 +15,12 @@ from ...engine.full_precision_group import FullPrecisionGroup
 from ...engine.warm_up import StepLimits, together, warm_up, who_serves
 from ..serving import Step, tell
 from . import logger
+from .drafts import chains
 from .layers import Layers
 
 PER_LAYER = ("sinks",)  # what a model gives with a call of attention, and calls take
-SERVED_MODES = (ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED, ForwardMode.SPLIT_PREFILL)
+CHAINS = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)  # as many new tokens in each sequence
+SERVED_MODES = (ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED, ForwardMode.SPLIT_PREFILL, *CHAINS)
 
 
 @dataclass
@@ -59,8 +61,9 @@ class QuantKVBackend(AttentionBackend):
 
         view = resolved_view(runner.server_args)
         sequences = max(runner.max_running_requests, *(view.cuda_graph_config.decode.bs or [0]))
-        tokens = max(view.chunked_prefill_size or 0, view.max_prefill_tokens or 0, runner.model_config.context_len) + sequences
-        return StepLimits(sequences, tokens, runner.model_config.context_len, 1, self.table.shape[1])
+        verified = 1 if view.speculative_algorithm is None else view.speculative_num_draft_tokens
+        tokens = max(view.chunked_prefill_size or 0, view.max_prefill_tokens or 0, runner.model_config.context_len) + sequences * verified
+        return StepLimits(sequences, tokens, runner.model_config.context_len, verified, self.table.shape[1])
 
     def _group(self, windowed: bool, limits: StepLimits) -> FullPrecisionGroup | None:
         """Full-precision tokens of the layers of one pool; None where they have none."""
@@ -87,14 +90,20 @@ class QuantKVBackend(AttentionBackend):
             return
         if mode not in SERVED_MODES:
             raise NotImplementedError(f"quantkv: passes of kind {mode.name}; allowed: {', '.join(m.name for m in SERVED_MODES)}")
-        seq_lens = forward_batch.seq_lens.int()
+        seq_lens, kind = forward_batch.seq_lens.int(), "decode"
         if mode.is_decode():
             starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=self.device)
             batch = Batch(starts, seq_lens, 1, self._longest(forward_batch))
+        elif mode in CHAINS:
+            batch = chains(forward_batch, self.device, known=mode == ForwardMode.DRAFT_EXTEND_V2)
         else:
-            batch = self._mixed(forward_batch, seq_lens)
-        kind = "decode" if mode.is_decode() else "mixed"
-        self.forward_metadata = {windowed: self._step(kind, windowed, batch, forward_batch) for windowed in self._pools}
+            batch, kind = self._mixed(forward_batch, seq_lens), "mixed"
+        self.prepare(kind, batch, forward_batch, forward_batch.out_cache_loc, forward_batch.positions)
+
+    def prepare(self, kind: str, batch: Batch, forward_batch: Any, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        """Prepare the calls of a pass over each pool, whose new rows go to `slots` and stand at `positions`."""
+        first = self.table[forward_batch.req_pool_indices.long()]
+        self.forward_metadata = {windowed: self._step(kind, windowed, batch, slots, first, positions) for windowed in self._pools}
 
     def _longest(self, forward_batch: Any) -> int | None:
         """Keys of the longest sequence, where the host knows them."""
@@ -111,12 +120,11 @@ class QuantKVBackend(AttentionBackend):
             lengths = tuple((n, before + n) for n, before in zip(new, forward_batch.extend_prefix_lens_cpu))
         return Batch(starts, seq_lens, max(new), self._longest(forward_batch), lengths, chunks=True)
 
-    def _step(self, kind: str, windowed: bool, batch: Batch, forward_batch: Any) -> Step:
-        """The calls over one pool."""
-        slots, first = forward_batch.out_cache_loc, self.table[forward_batch.req_pool_indices.long()]
+    def _step(self, kind: str, windowed: bool, batch: Batch, slots: torch.Tensor, first: torch.Tensor, positions: torch.Tensor) -> Step:
+        """The calls over one pool. first: the first slot of each sequence's pages."""
         if windowed:
             slots, first = self._in_windows(slots), self._in_windows(first)
-        step = Step(kind, batch, (first // self.page_size).int(), slots, forward_batch.positions)
+        step = Step(kind, batch, (first // self.page_size).int(), slots, positions)
         self._attach(step, windowed)
         return step
 
@@ -204,7 +212,8 @@ class QuantKVBackend(AttentionBackend):
             k, v = k.view(-1, *found.paged.heads[:2]), v.view(-1, found.paged.heads.num_kv_heads, module.v_head_dim)
             step.write(pages, k, v)
         out = q.new_empty(q.shape[0], module.tp_q_head_num, module.v_head_dim)
-        own = step.own_rows(found.number, k, v, found.lends) if attention.own_rows else {}
+        reads_own = attention.own_rows and step.kind == "mixed"  # drafts read what decode would: pages alone
+        own = step.own_rows(found.number, k, v, found.lends) if reads_own else {}
         step.attend(pages, q, attention.scale, attention.options, out=out, **own, **self._tensors(module, given))
         return out.view(q.shape[0], -1)
 

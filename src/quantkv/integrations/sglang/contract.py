@@ -9,6 +9,7 @@ from ..contract import Name, lacking, names_of
 
 _name = names_of("sglang")
 CONFIGURATOR, SIZES = "srt.mem_cache.kv_cache_configurator.KVCacheConfigurator", "srt.model_executor.pool_configurator"
+DRAFTS = "srt.speculative.draft_utils.DraftBackendFactory"
 BACKEND = "srt.layers.attention.base_attn_backend.AttentionBackend"
 NAMES = (
     # How the plug-in makes itself known.
@@ -84,12 +85,12 @@ NAMES = (
         "srt.model_executor.forward_batch_info.ForwardBatch",
         "passes",
         has="batch_size extend_prefix_lens_cpu extend_seq_lens extend_seq_lens_cpu forward_mode out_cache_loc positions req_pool_indices "
-        "seq_lens seq_lens_cpu",
+        "seq_lens seq_lens_cpu spec_info",
     ),
     _name(
         "srt.model_executor.forward_batch_info.ForwardMode",
         "passes",
-        has="DECODE EXTEND MIXED SPLIT_PREFILL is_decode is_decode_or_idle is_idle",
+        has="DECODE DRAFT_EXTEND_V2 EXTEND MIXED SPLIT_PREFILL TARGET_VERIFY is_decode is_decode_or_idle is_idle",
     ),
     _name(
         "srt.model_executor.forward_batch_info.ForwardBatch.__init__",
@@ -99,6 +100,15 @@ NAMES = (
     ),
     _name("srt.model_executor.forward_context.ForwardContext.__init__", "statistics", "attn_backend"),
     _name("srt.model_executor.forward_context.forward_context", "statistics"),
+    # Drafts.
+    _name(f"{DRAFTS}.create_decode_backend", "drafts"),
+    _name(f"{DRAFTS}.create_draft_extend_backend", "drafts"),
+    _name(f"{DRAFTS}.__init__", "drafts", "draft_model_runner topk speculative_num_steps"),
+    _name("srt.speculative.eagle_info.EagleVerifyInput", "drafts", has="tree_topk"),
+    _name("srt.speculative.spec_info.SpecInput", "drafts", has="num_tokens_per_req"),
+    _name("srt.model_executor.cuda_graph_config.Backend", "drafts", has="DISABLED"),
+    # Attention backends.
+    _name(f"{BACKEND}.needs_cpu_seq_lens", "drafts"),
     _name(f"{BACKEND}.forward", "statistics", "q k v layer forward_batch save_kv_cache"),
     _name(f"{BACKEND}.init_forward_metadata", "passes", "forward_batch"),
     _name(f"{BACKEND}.init_forward_metadata_out_graph", "CUDA graphs", "forward_batch in_capture"),

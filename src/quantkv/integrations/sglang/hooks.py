@@ -15,6 +15,7 @@ REQUESTS = 256  # likewise, of those that run at once, which SGLang works out la
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 SIZES = "sglang.srt.model_executor.pool_configurator"
 RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+DRAFTS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 _layers: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()  # `Layers` of models
 
 
@@ -33,6 +34,8 @@ def hook_runner() -> None:
     HookRegistry.register(f"{SIZES}.HybridSWAPoolConfigurator._recompute_cell_size", recompute_cell_size, HookType.BEFORE)
     HookRegistry.register(f"{SIZES}.HybridSWAPoolConfigurator.__init__", size_with_windows, HookType.AROUND)
     HookRegistry.register(f"{RUNNER}.init_attention_backends", init_attention_backends, HookType.AROUND)
+    HookRegistry.register(f"{DRAFTS}.create_decode_backend", create_decode_backend, HookType.AROUND)
+    HookRegistry.register(f"{DRAFTS}.create_draft_extend_backend", create_draft_extend_backend, HookType.AROUND)
     for name in options():
         register_attention_backend(name)(make_backend)
 
@@ -63,14 +66,20 @@ def configure(own: Any, configurator: Any, *, pre_model_load_memory: int) -> Any
     from sglang.srt.arg_groups.overrides import resolved_view
 
     from .asked import asked_backends, check, policy_of
+    from .drafts import check_model, policy_of_drafts
     from .layers import Layers
+    from .pool import cell_bytes
     from .statistics import take_statistics
 
-    if asked_backends(resolved_view(configurator.server_args)) != (None, None):
-        backend = check(configurator.server_args, configurator.model_config)
-        if configurator.is_draft_worker:
-            raise NotImplementedError("quantkv: models that draft")
-        layers = Layers(backend, policy_of(backend), configurator.model, configurator.model_config, configurator.kv_cache_dtype)
+    view, drafts = resolved_view(configurator.server_args), configurator.is_draft_worker
+    if asked_backends(view) != (None, None):
+        backend = check(configurator.server_args, configurator.model_config, drafts)
+        if view.speculative_algorithm is not None:
+            check_model(configurator)
+        policy = policy_of_drafts(policy_of(backend)) if drafts else policy_of(backend)
+        layers = Layers(backend, policy, configurator.model, configurator.model_config, configurator.kv_cache_dtype)
+        if drafts:  # as many tokens as the served model has
+            layers.cell_bytes = cell_bytes(layers, layers.numbers, configurator.page_size)
         take_statistics(configurator, layers)
         layers.reserve_copies(configurator.page_size, _requests(configurator), torch.device(configurator.device))
         _layers[configurator.model] = layers
@@ -135,6 +144,22 @@ def make_backend(runner: Any) -> Any:
             "quantkv: SGLang made pools that are not quantkv's, and would serve 16 bits; what failed when plug-ins were loaded stands above"
         )
     return QuantKVBackend(runner, layers)
+
+
+def create_decode_backend(own: Any, factory: Any) -> Any:
+    """The attention backends by which a model drafts, one for each draft behind the first; None where there is none."""
+    from .drafts import DraftSteps
+
+    runner, steps = factory.draft_model_runner, factory.speculative_num_steps
+    if layers_of(runner.model) is None:
+        return own(factory)
+    return DraftSteps(runner.attn_backend, steps) if steps > 1 else None
+
+
+def create_draft_extend_backend(own: Any, factory: Any) -> Any:
+    """The attention backend by which a model that drafts stores rows of what was accepted: that of its prompts."""
+    runner = factory.draft_model_runner
+    return own(factory) if layers_of(runner.model) is None else runner.attn_backend
 
 
 def init_attention_backends(own: Any, runner: Any) -> None:

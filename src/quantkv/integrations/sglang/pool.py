@@ -36,6 +36,7 @@ class QuantKVPool(MHATokenToKVPool):
     def __init__(self, size: int, page_size: int, dtype: torch.dtype, **named: Any) -> None:
         if named.pop("post_capture_active", False) or named.get("quant_method") is not None:
             raise NotImplementedError("quantkv: a pool that is sized after CUDA graphs, or that SGLang quantizes")
+        named["enable_kv_cache_copy"] = False  # asked for with drafts; accepted ones of a chain are where they belong
         super().__init__(size, page_size, torch.uint8, **named)  # nothing takes bytes for rows of 16 bits
 
     def _create_buffers(self) -> None:
