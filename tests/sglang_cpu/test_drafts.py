@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_models import ALLOWED, SWA
 
-from quantkv.integrations.sglang.drafts import chains
+from quantkv.integrations.sglang.drafts import ONLY, chains, check_arguments
 
 PROMPTS = [tiny_models.prompt(seed, length) for seed, length in enumerate((17, 40, 70))]
 TOKENS, COUNT = 24, 3
@@ -188,3 +188,15 @@ def test_steps_that_are_no_chains_are_refused(changes):
     given = SimpleNamespace(spec_info=info, batch_size=2, out_cache_loc=torch.arange(8), seq_lens=torch.tensor([5, 6]))
     with pytest.raises(NotImplementedError, match=r"trees of drafts, topk=4|8 new tokens in 2 sequences"):
         chains(given, torch.device("cpu"), known=False)
+
+
+def test_graphs_of_prompts_beside_drafts_are_refused():
+    """No CPU has them."""
+    chain = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1, "speculative_num_steps": COUNT, **ONLY}
+    for backend in ("disabled", "breakable"):
+        view = SimpleNamespace(cuda_graph_config=SimpleNamespace(prefill=SimpleNamespace(backend=backend)), **chain)
+        check_arguments(view, "quantkv_int4", resolved=False)
+        if backend == "disabled":
+            check_arguments(view, "quantkv_int4", resolved=True)
+    with pytest.raises(NotImplementedError, match="allowed: --disable-prefill-cuda-graph"):
+        check_arguments(view, "quantkv_int4", resolved=True)

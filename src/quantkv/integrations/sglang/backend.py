@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from ...engine.full_precision_group import FullPrecisionGroup
 from ...engine.warm_up import StepLimits, together, warm_up, who_serves
 from ..serving import Step, tell
 from . import logger
-from .drafts import chains
+from .drafts import chains, queries_of_a_chain
 from .layers import Layers
 
 PER_LAYER = ("sinks",)  # what a model gives with a call of attention, and calls take
@@ -25,7 +26,7 @@ SERVED_MODES = (ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED, Forwa
 
 @dataclass
 class Static:
-    """Tensors that a captured graph of decode reads, for one pool: block table `[S, pages]`, slots `[S]`."""
+    """Tensors that a captured graph reads, for one pool: block table `[S, pages]`, slots `[T]`."""
 
     table: torch.Tensor
     slots: torch.Tensor
@@ -138,7 +139,13 @@ class QuantKVBackend(AttentionBackend):
         if group is not None:
             group.attach(step, self.layers.full_precision(windowed)[-1].cache, advance)
 
-    # CUDA graphs of decode: written from SGLang's contract.
+    # CUDA graphs of decode and of drafts that are verified: written from SGLang's contract.
+
+    def over_the_same_pages(self) -> QuantKVBackend:
+        """Another one, whose passes and graphs are its own."""
+        made = copy(self)
+        made.forward_metadata, made._static, made._graphs = {}, {}, {}
+        return made
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Make the tensors that captured graphs read."""
@@ -147,42 +154,53 @@ class QuantKVBackend(AttentionBackend):
         self._seq_lens = torch.ones(max_bs, dtype=torch.int32, device=self.device)
         self._counting = torch.arange(max_bs + 1, dtype=torch.int32, device=self.device)
         self._starts = self._counting.clone()
-        self._positions = torch.zeros(max_bs, dtype=torch.int64, device=self.device)
+        self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=self.device)
         for windowed in self._pools:
             table = torch.zeros(max_bs, width, dtype=torch.int32, device=self.device)
-            self._static[windowed] = Static(table, torch.full((max_bs,), -1, dtype=torch.int64, device=self.device))
+            self._static[windowed] = Static(table, torch.full((max_num_tokens,), -1, dtype=torch.int64, device=self.device))
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Keys of a row of padding."""
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Fill the tensors that a captured graph of decode reads, outside of the graph.
+        """Fill the tensors that a captured graph reads, outside of the graph."""
+        mode = forward_batch.forward_mode
+        if not mode.is_decode_or_idle() and mode != ForwardMode.TARGET_VERIFY:
+            raise NotImplementedError(f"quantkv: CUDA graphs of {mode.name}; allowed: DECODE, TARGET_VERIFY")
+        new = queries_of_a_chain(forward_batch.spec_info) if mode == ForwardMode.TARGET_VERIFY else 1
+        ahead = (
+            new if mode == ForwardMode.TARGET_VERIFY else 0
+        )  # SGLang's lengths of decode count the new token, and those of drafts do not
+        self.fill(forward_batch, new, ahead, forward_batch.out_cache_loc, forward_batch.positions, in_capture)
 
-        A replayed batch has as many slots as sequences; the rows beyond, to the size of the graph, are padding: sequences without queries
-        and without keys. Rows of a batch that is captured have slot 0: they write nothing, and read page 0.
+    def fill(
+        self, forward_batch: Any, new: int, ahead: int, slots: torch.Tensor, positions: torch.Tensor, in_capture: bool = False
+    ) -> None:
+        """Fill the tensors that a captured graph with `new` tokens in each sequence reads. ahead: tokens that lengths do not count.
+
+        A replayed batch has as many slots as tokens; the rows beyond, to the size of the graph, are padding: sequences without queries and
+        without keys. Rows of a batch that is captured have slot 0: they write nothing, and read page 0.
         """
-        if not forward_batch.forward_mode.is_decode_or_idle():
-            raise NotImplementedError(f"quantkv: CUDA graphs of {forward_batch.forward_mode.name}; allowed: DECODE")
         count = forward_batch.batch_size
-        slots = forward_batch.out_cache_loc[:count]
-        given, real = len(slots), slots > 0
+        slots = slots[: count * new]
+        given, real = len(slots) // new, slots > 0
         table = self.table[forward_batch.req_pool_indices[:given].long()]
-        self._seq_lens[:given].copy_(forward_batch.seq_lens[:given])
+        self._seq_lens[:given].copy_(forward_batch.seq_lens[:given] + ahead)
         self._seq_lens[given:count].fill_(0)
-        torch.clamp(self._counting[: count + 1], max=given, out=self._starts[: count + 1])
-        self._positions[:count].copy_(forward_batch.positions[:count])
+        torch.clamp(self._counting[: count + 1], max=given, out=self._starts[: count + 1]).mul_(new)
+        self._positions[: count * new].copy_(positions[: count * new])
         for windowed, static in self._static.items():
             own, first = (self._in_windows(slots), self._in_windows(table)) if windowed else (slots, table)
-            static.slots[:given].copy_(torch.where(real, own, -1))
-            static.table[:given].copy_(torch.where(real[:, None], first // self.page_size, 0))
-            static.slots[given:count].fill_(-1)
+            static.slots[: given * new].copy_(torch.where(real, own, -1))
+            static.table[:given].copy_(torch.where(real[::new, None], first // self.page_size, 0))
+            static.slots[given * new : count * new].fill_(-1)
             static.table[given:count].fill_(0)
         steps = self._graphs.get(count)
         if steps is None:
-            batch = Batch(self._starts[: count + 1], self._seq_lens[:count], 1)  # no bound: a graph is replayed with longer sequences
+            batch = Batch(self._starts[: count + 1], self._seq_lens[:count], new)  # no bound: a graph is replayed with longer sequences
             steps = self._graphs[count] = {
-                windowed: Step("decode", batch, static.table[:count], static.slots[:count], self._positions[:count])
+                windowed: Step("decode", batch, static.table[:count], static.slots[: count * new], self._positions[: count * new])
                 for windowed, static in self._static.items()
             }
         for windowed, step in steps.items():

@@ -7,7 +7,7 @@ Rows of refused drafts stay in slots that the next step writes anew.
 
 from __future__ import annotations
 
-from copy import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,9 +55,10 @@ def check_arguments(view: Any, backend: str, resolved: bool) -> None:
     check_only(view, ONLY, before=f"speculative_algorithm={algorithm!r}: ", behind=behind)
     if view.speculative_num_steps is None:
         raise ValueError(f"speculative_num_steps=None: speculative_algorithm={algorithm!r} with speculative_eagle_topk=1 needs a number")
-    if resolved and view.cuda_graph_config.decode.backend != Backend.DISABLED:
+    if resolved and view.cuda_graph_config.prefill.backend != Backend.DISABLED:
         raise NotImplementedError(
-            f"quantkv: CUDA graphs of decode with speculative_algorithm={algorithm!r} are not supported; allowed: --disable-cuda-graph"
+            f"quantkv: CUDA graphs of prompts with speculative_algorithm={algorithm!r} are not supported; allowed: "
+            "--disable-prefill-cuda-graph"
         )
 
 
@@ -76,16 +77,21 @@ def policy_of_drafts(policy: Policy) -> Policy:
     return Policy(policy.format, prompt=policy.prompt)
 
 
+def queries_of_a_chain(drafts: Any) -> int:
+    """New tokens of each sequence, the first of which was accepted before. drafts: what SGLang says of them. NotImplementedError for
+    trees."""
+    topk = getattr(drafts, "tree_topk", 1)
+    if topk != 1:
+        raise NotImplementedError(f"quantkv: trees of drafts, topk={topk}; allowed: 1")
+    return drafts.num_tokens_per_req
+
+
 def chains(forward_batch: Any, device: torch.device, known: bool) -> Batch:
     """The batch of a pass with as many new tokens in each sequence: of drafts that are verified, or of rows that are stored again.
 
     known: whether lengths count the new tokens. NotImplementedError for trees.
     """
-    drafts, count = forward_batch.spec_info, forward_batch.batch_size
-    topk = getattr(drafts, "tree_topk", 1)
-    if topk != 1:
-        raise NotImplementedError(f"quantkv: trees of drafts, topk={topk}; allowed: 1")
-    new = drafts.num_tokens_per_req
+    new, count = queries_of_a_chain(forward_batch.spec_info), forward_batch.batch_size
     if len(forward_batch.out_cache_loc) != new * count:
         raise NotImplementedError(f"quantkv: {len(forward_batch.out_cache_loc)} new tokens in {count} sequences; allowed: {new} in each")
     starts = new * torch.arange(count + 1, dtype=torch.int32, device=device)
@@ -95,18 +101,35 @@ def chains(forward_batch: Any, device: torch.device, known: bool) -> Batch:
 class DraftSteps:
     """The attention backends of a chain, one for each draft behind the first: what SGLang asks of a model that drafts.
 
-    attn_backends: of the steps. They share the pages of `backend`.
+    attn_backends: of the steps, over the pages of `backend`.
     """
 
     def __init__(self, backend: Any, steps: int) -> None:
-        self.steps, self.attn_backends = steps, [copy(backend) for _ in range(steps - 1)]
+        self.steps, self.attn_backends = steps, [backend.over_the_same_pages() for _ in range(steps - 1)]
         self.needs_cpu_seq_lens = backend.needs_cpu_seq_lens
 
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Prepare the calls of all steps. The slots of a sequence's drafts stand side by side, and its lengths are those before them."""
-        count = forward_batch.batch_size
-        slots = forward_batch.out_cache_loc.view(count, self.steps)
-        starts = torch.arange(count + 1, dtype=torch.int32, device=slots.device)
+    def _each(self, forward_batch: Any) -> Iterator[tuple[int, Any, torch.Tensor, torch.Tensor]]:
+        """Of each step: tokens that a sequence then has beyond its length, the backend, slots and positions. The slots of a sequence's
+        drafts stand side by side."""
+        slots = forward_batch.out_cache_loc.reshape(-1, self.steps)
         for number, backend in enumerate(self.attn_backends):
-            batch = Batch(starts, forward_batch.seq_lens.int() + number + 1, 1)
-            backend.prepare("decode", batch, forward_batch, slots[:, number].contiguous(), forward_batch.positions + number)
+            yield number + 1, backend, slots[:, number].contiguous(), forward_batch.positions + number
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Prepare the calls of all steps."""
+        starts = torch.arange(forward_batch.batch_size + 1, dtype=torch.int32, device=forward_batch.seq_lens.device)
+        for ahead, backend, slots, positions in self._each(forward_batch):
+            backend.prepare("decode", Batch(starts, forward_batch.seq_lens.int() + ahead, 1), forward_batch, slots, positions)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Make the tensors that captured graphs of all steps read."""
+        for backend in self.attn_backends:
+            backend.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Fill the tensors that a captured graph of all steps reads, outside of the graph."""
+        for ahead, backend, slots, positions in self._each(forward_batch):
+            backend.fill(forward_batch, 1, ahead, slots, positions, in_capture)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Nothing: a graph reads what was filled outside of it."""
