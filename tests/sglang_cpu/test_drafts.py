@@ -139,7 +139,8 @@ def test_full_precision_tokens_with_a_model_that_drafts(llama, drafts, tmp_path)
 
 
 def test_statistics_are_those_of_the_model(llama, drafts):
-    report = ask(llama, "4bit", "STANDALONE", drafts)
+    plain, report = ask(llama, "4bit"), ask(llama, "4bit", "STANDALONE", drafts)
+    assert report.answers[0].tokens == plain.answers[0].tokens
     assert report.log.count("key means and Hessians of 2 layers") == 1
     assert report.formats == ["levels4"] * 4 and sum(report.answers[0].drafted) > 0
 

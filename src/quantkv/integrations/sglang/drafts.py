@@ -109,8 +109,8 @@ class DraftSteps:
         self.needs_cpu_seq_lens = backend.needs_cpu_seq_lens
 
     def _each(self, forward_batch: Any) -> Iterator[tuple[int, Any, torch.Tensor, torch.Tensor]]:
-        """Of each step: tokens that a sequence then has beyond its length, the backend, slots and positions. The slots of a sequence's
-        drafts stand side by side."""
+        """Each step's tokens that a sequence then has beyond its length, its backend, slots and positions. SGLang gives the slots of a
+        sequence's drafts side by side."""
         slots = forward_batch.out_cache_loc.reshape(-1, self.steps)
         for number, backend in enumerate(self.attn_backends):
             yield number + 1, backend, slots[:, number].contiguous(), forward_batch.positions + number
