@@ -168,10 +168,9 @@ class QuantKVBackend(AttentionBackend):
         mode = forward_batch.forward_mode
         if not mode.is_decode_or_idle() and mode != ForwardMode.TARGET_VERIFY:
             raise NotImplementedError(f"quantkv: CUDA graphs of {mode.name}; allowed: DECODE, TARGET_VERIFY")
-        new = queries_of_a_chain(forward_batch.spec_info) if mode == ForwardMode.TARGET_VERIFY else 1
-        ahead = (
-            new if mode == ForwardMode.TARGET_VERIFY else 0
-        )  # SGLang's lengths of decode count the new token, and those of drafts do not
+        new, ahead = 1, 0  # SGLang's lengths of decode count the new token
+        if mode == ForwardMode.TARGET_VERIFY:
+            new = ahead = queries_of_a_chain(forward_batch.spec_info)  # those of drafts do not
         self.fill(forward_batch, new, ahead, forward_batch.out_cache_loc, forward_batch.positions, in_capture)
 
     def fill(
