@@ -240,3 +240,23 @@ def test_each_draft_of_a_chain_has_tensors_of_its_own(backend):
     assert [step.positions.tolist()[:2] for step in replayed] == [[40, 15], [41, 16]]
     assert [step.batch.seq_lens.tolist()[:2] for step in replayed] == [[41, 16], [42, 17]]
     assert all(step.block_table.tolist() == [[21, 22, 23, 24], [41, 42, 43, 44], [0] * 4, [0] * 4] for step in replayed)
+
+
+def test_the_first_slot_of_a_sequence_says_whether_it_is_there(backend):
+    """Slots of padding are 0 and read page 0, whatever stands in SGLang's table; those of other sequences have no say."""
+    given = verified([2, 4, 3], [40, 15, 1])
+    given.out_cache_loc[NEW:-NEW] = 0
+    backend.fill(given, NEW, NEW, given.out_cache_loc, given.positions)
+    step = backend.forward_metadata[False]
+    assert step.block_table.tolist() == [[21, 22, 23, 24], [0] * 4, [31, 32, 33, 34]]
+    assert step.slots.tolist() == [376, 377, 378, -1, -1, -1, 497, 498, 499]
+
+
+def test_a_chain_in_a_graph_reads_what_the_same_chain_without_one_reads(backend):
+    steps, given = DraftSteps(backend, NEW), verified([2, 4], [40, 15])
+    given.positions = given.seq_lens.clone()
+    steps.init_forward_metadata(given)
+    eager = [[t.tolist() for t in _read(of.forward_metadata[False])] for of in steps.attn_backends]
+    steps.init_cuda_graph_state(LARGEST, LARGEST)
+    steps.init_forward_metadata_out_graph(given)
+    assert [[t.tolist() for t in _read(of.forward_metadata[False])] for of in steps.attn_backends] == eager
