@@ -17,7 +17,7 @@ sys.path[:0] = [str(ROOT / path) for path in ("src", "scripts/vllm_cpu", "tests"
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_TARGET_DEVICE": "cpu", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:4])  # of servers
+os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:4], os.environ.get("PYTHONPATH", "")])  # of servers
 
 PAGE = ROOT / "docs" / "vllm-features.md"
 

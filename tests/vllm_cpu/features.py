@@ -70,7 +70,9 @@ def tested(key: str, name: str, asked: str, said: str, *tests: str) -> None:
 
     def run(folder: Path) -> str:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(str(HERE / test) for test in tests)]
-        subprocess.run(command, check=True, cwd=HERE, env=os.environ | {"QUANTKV_VLLM_SUITE": "1"})
+        environment = os.environ | {"QUANTKV_VLLM_SUITE": "1"}
+        seen = subprocess.run(command, check=True, cwd=HERE, env=environment, stdout=subprocess.PIPE, text=True).stdout
+        assert "skipped" not in seen, seen  # a package is missing: nothing was seen
         return said
 
     run.__name__ = key
@@ -223,14 +225,13 @@ tested(
 )
 
 
-@feature("Drafts: suffix decoding", '`speculative_config` of `"suffix"`')
-def suffix(folder: Path) -> str:
-    drafts = {"method": "suffix", "num_speculative_tokens": 3}
-    report = engine.run(tiny_models.write("llama", folder), "quantkv_fp32", **ASK, speculative_config=drafts)
-    assert "arctic-inference" in report.error
-    return f"{NOT_RUN}: it needs the package arctic-inference"
-
-
+tested(
+    "suffix",
+    "Drafts: suffix decoding",
+    '`speculative_config` of `"suffix"`',
+    f"{SERVED} where the package arctic-inference 0.1.1 is: the tokens of transformers",
+    "test_drafts.py::test_suffix_decoding",
+)
 tested(
     "draft_model",
     "Drafts: another model",
@@ -241,7 +242,13 @@ tested(
     "test_drafts.py::test_statistics_are_those_of_the_model",
 )
 tested("eagle", "Drafts: EAGLE", '`speculative_config` of `"eagle"`', f"{SERVED}: the tokens of transformers", "test_drafts.py::test_eagle")
-unasked("eagle3", "Drafts: EAGLE-3", '`speculative_config` of `"eagle3"`', NOT_RUN)
+tested(
+    "eagle3",
+    "Drafts: EAGLE-3",
+    '`speculative_config` of `"eagle3"`',
+    f"{SERVED}: the tokens of transformers",
+    "test_drafts.py::test_eagle_3",
+)
 tested(
     "mtp",
     "Drafts: MTP, of latents",

@@ -1,5 +1,6 @@
-"""Models that draft, EAGLE, MTP and another model: what they change is how many tokens a step has, and not which."""
+"""Drafts of EAGLE, EAGLE-3, MTP, another model and suffixes: what they change is how many tokens a step has, and not which."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import engine
@@ -27,6 +28,15 @@ def eagle(llama, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def eagle3(tmp_path_factory):
+    """A llama, and a head that drafts for it."""
+    folder = tmp_path_factory.mktemp("eagle3")
+    target = Path(tiny_models.write("llama", folder / "llama"))
+    tiny_models.follow_tokens(target)
+    return str(target), tiny_models.write_eagle3(folder / "head", target)
+
+
+@pytest.fixture(scope="module")
 def latents(tmp_path_factory):
     folder = tmp_path_factory.mktemp("latents")
     tiny_models.write("latents", folder)
@@ -34,8 +44,8 @@ def latents(tmp_path_factory):
     return str(folder)
 
 
-def ask(folder, name, **given):
-    report = engine.run(folder, f"quantkv_{name}", PROMPTS, **ARGUMENTS, **given)
+def ask(folder, name, prompts=PROMPTS, **given):
+    report = engine.run(folder, f"quantkv_{name}", prompts, **ARGUMENTS, **given)
     assert report.error == ""
     return report
 
@@ -59,6 +69,47 @@ def test_eagle(llama, eagle):
     plain, found = ask(llama, "int8"), ask(llama, "int8", speculative_config=given)
     assert found.answers[0].tokens == plain.answers[0].tokens
     assert found.formats == ["int8"] * 3
+
+
+def same_as_without_drafts(target, name, speculative, prompts=PROMPTS):
+    """Tokens of a quantized type, with drafts that were right among them.
+
+    Drafts that are verified read each other's rows as given, which moves a log-probability by about what the format loses. Where prompts
+    and drafts read pages alone ("stored"), answers have the tokens that they have without drafts.
+    """
+    stored = {"additional_config": {"quantkv_prompt": "stored"}}
+    drafts = {"speculative_config": speculative}
+    plain, found = (ask(target, name, prompts, **stored, **more) for more in ({}, drafts))
+    assert found.formats and set(found.formats) == {name} and found.drafted > found.accepted >= 10
+    assert found.answers[0].tokens == plain.answers[0].tokens
+    for one, other in zip(found.answers[0].logprobs, plain.answers[0].logprobs):
+        assert one == pytest.approx(other, abs=2e-4)
+    own, given = (ask(target, name, prompts, **more).answers[0] for more in (drafts, {}))
+    for tokens, others, one, other in zip(own.tokens, given.tokens, own.logprobs, given.logprobs):
+        same = next((i for i, pair in enumerate(zip(tokens, others)) if len(set(pair)) == 2), TOKENS)
+        assert one[: same + 1] == pytest.approx(other[: same + 1], abs=0.05)  # the token at which they part is a tie, nearly
+
+
+def test_eagle_3(eagle3):
+    """A head that reads rows of three layers: some of its drafts are right, others are not, and tokens are those without drafts."""
+    target, head = eagle3
+    given = {"model": head, "method": "eagle3", "num_speculative_tokens": COUNT}
+    report = ask(target, "none", speculative_config=given)
+    assert same_tokens(report, target) and report.answers[0].tokens == ask(target, "none").answers[0].tokens
+    assert report.formats == ["fp32"] * 3 and report.drafted > report.accepted >= 10
+    same_as_without_drafts(target, "int8", given)
+
+
+@pytest.mark.skipif(find_spec("arctic_inference") is None, reason="pip install --no-deps --no-build-isolation arctic-inference==0.1.1")
+def test_suffix_decoding(eagle3):
+    """Drafts are what followed a suffix before, in the prompt or in answers: prompts here repeat what the model tends to say."""
+    target, _ = eagle3
+    given = {"method": "suffix", "num_speculative_tokens": COUNT}
+    asked = [[7 * i % 128 for i in range(first, first + length)] for first, length in ((0, 140), (50, 160), (90, 200))]
+    report = ask(target, "none", asked, speculative_config=given)
+    assert report.answers[0].tokens == [references.continued(target, prompt, TOKENS) for prompt in asked]
+    assert report.formats == ["fp32"] * 2 and report.drafted > report.accepted >= 10
+    same_as_without_drafts(target, "int8", given, asked)
 
 
 def test_full_precision_tokens_with_a_model_that_drafts(llama, tmp_path):

@@ -156,6 +156,39 @@ def write_eagle(folder: Path, target: Path) -> str:
     return str(folder)
 
 
+def follow_tokens(folder: Path) -> None:
+    """Let a llama's next token mostly follow from the latest one, so that drafts can be right: layers add little to its embedding."""
+    weights = load_file(folder / "model.safetensors")
+    for name in weights:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name] *= 0.1
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].roll(7, 0)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_eagle3(folder: Path, target: Path) -> str:
+    """A head that drafts (EAGLE-3) for a llama whose tokens follow each other: it sees the latest token's embedding and a little of what
+    three layers made, and it says three tokens of four."""
+    torch.manual_seed(2)
+    held, size, half = load_file(target / "model.safetensors"), SIZES["hidden_size"], SIZES["head_dim"]
+    drawn = {name.replace("model.layers.1", "midlayer"): t.clone() for name, t in held.items() if "model.layers.1." in name}
+    head, rows = torch.eye(size), torch.zeros(size, size)  # of two kv heads, each of which stores half of an embedding, and of rows of fc
+    attends = {"q_proj": 2 * head.view(2, half, size).repeat_interleave(2, 0).flatten(0, 1), "k_proj": head, "v_proj": head}  # to itself
+    drawn |= {f"midlayer.self_attn.{name}.weight": torch.cat([t, torch.zeros_like(t)], 1) for name, t in attends.items()}
+    drawn["midlayer.self_attn.o_proj.weight"] = head.view(size, 2, half).repeat_interleave(2, 1).flatten(1) / 2
+    drawn |= {f"{name}.weight": torch.ones(size) for name in ("midlayer.hidden_norm", "norm")}
+    drawn["fc.weight"] = torch.cat([rows, rows, 0.1 * torch.randn(size, size)], 1)
+    said = torch.arange(SIZES["vocab_size"])
+    said = said[said % 4 < 3]
+    drawn |= {"d2t": said - torch.arange(len(said)), "lm_head.weight": held["lm_head.weight"][said]}
+    folder.mkdir()
+    save_file({name: t.contiguous() for name, t in drawn.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": len(said)}
+    (folder / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}))
+    return str(folder)
+
+
 def add_mtp(folder: Path) -> None:
     """Give a model with latents a layer that drafts (MTP), as DeepSeek's checkpoints have it behind the others: of random weights."""
     torch.manual_seed(2)
