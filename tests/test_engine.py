@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantkv import PagedCache, get_format, implementations
+from quantkv import PagedCache, get_format, implementations, maps
 from quantkv.calibration import Calibration, LayerMoments
 from quantkv.calls import AttentionOptions, Batch
 from quantkv.copies import CacheWithCopies
@@ -150,6 +150,29 @@ def test_memory_of_copies_is_taken_before_pages():
         each.reserve_copies(BLOCK, 3, CPU)
     of_one = get_format("fp32").cache_spec(2, SIZE, block_size=BLOCK).block_bytes
     assert layer.copies_nbytes == tokens.copies_needed(BLOCK, 3) * of_one and without.copies_nbytes == 0
+
+
+@pytest.mark.parametrize("fmt", ["tq4", "levels4+fp16"])
+def test_no_rotation_is_on_the_device_before_pages_are(fmt, monkeypatch):
+    """vLLM takes memory of copies from a pool that it forgets while it sleeps: a rotation in it would be noise in all that is stored then.
+    Copies of latents get their rotation with the pages."""
+    asked, own, made = [], LinearMap.to, maps._default_map.__wrapped__
+    monkeypatch.setattr(maps, "_default_map", lambda kind, *given: made(kind, *given) if kind == "none" else made(kind, *note(*given)))
+    monkeypatch.setattr(LinearMap, "to", lambda self, device: asked.append(str(device)) or own(self, device))
+    note = lambda size, device: asked.append(device) or (size, device)
+    latent = fmt.endswith("+fp16")
+    heads = Heads(1, 256, 64) if latent else Heads(2, 64, 64)
+    for given in (LayerMaps(), LayerMaps(LinearMap(*2 * [torch.eye(heads.head_size)[None]]))):
+        layer = PagedLayer(LayerConfig(get_format(fmt), given, FullPrecisionTokens(16, 24)), heads, torch.float16)
+        layer.reserve_copies(BLOCK, 3, torch.device("meta"))
+        assert set(asked) == {"cpu"} and layer.copies.device.type == "meta" and layer.copies.maps.k is None
+        layer = PagedLayer(layer.config, heads, torch.float16)
+        layer.reserve_copies(BLOCK, 3, CPU)
+        pages, held = layer.allocate(4, BLOCK, CPU), layer.copies.buffer
+        group = FullPrecisionGroup([layer], num_seqs=2, num_tokens=64, pool_seqs=3, device=CPU)
+        group.attach(step([20], [20]), pages, advance=False)
+        assert layer.cache(pages).copies.buffer is held and layer.copies.maps.k is (pages.maps.k if latent else None)
+        asked.clear()
 
 
 def test_copies_stay_while_the_pool_grows_and_another_layer_reads_them():

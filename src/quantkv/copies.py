@@ -350,9 +350,11 @@ class CacheWithCopies:
         return tuple(found)
 
 
-def cache_of_copies(pages: PagedCache, num_copies: int, dtype: torch.dtype, buffer: torch.Tensor | None = None) -> PagedCache:
-    """Pages of `dtype` for the 16-bit copies of `pages`. Those of latents are rotated as their pages are, so that queries which an engine
-    has rotated beforehand read both; those of keys and values are as given."""
+def cache_of_copies(
+    pages: PagedCache, num_copies: int, dtype: torch.dtype, buffer: torch.Tensor | None = None, device: torch.device | None = None
+) -> PagedCache:
+    """Pages of `dtype` for the 16-bit copies of `pages`, on their device or another. Those of latents are rotated as their pages are, so
+    that queries which an engine has rotated beforehand read both; those of keys and values are as given."""
     spec = pages.spec
     plain = get_format("none", dtype)
     plain = plain.latents(dtype) if spec.latent else plain
@@ -361,7 +363,7 @@ def cache_of_copies(pages: PagedCache, num_copies: int, dtype: torch.dtype, buff
         given = {"maps": pages.maps, "k_scale": pages.k.scale, "v_scale": pages.v.scale}
     else:
         given = {"v_scale": pages.v.scale if pages.maps.v is None else 1.0}  # what segments without a map share
-    return PagedCache(own, num_copies, pages.device, buffer=buffer, **given)
+    return PagedCache(own, num_copies, device or pages.device, buffer=buffer, **given)
 
 
 def with_room_for_one(pages: PagedCache, tokens: FullPrecisionTokens, dtype: torch.dtype) -> CacheWithCopies:

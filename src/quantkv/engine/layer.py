@@ -86,10 +86,15 @@ class PagedLayer:
         return PagedCache(self.spec(block_size), num_blocks, device, maps=self.config.maps, k_scale=k_scale, v_scale=v_scale)
 
     def reserve_copies(self, block_size: int, num_seqs: int, device: torch.device) -> None:
-        """Take the memory of the 16-bit copies of `num_seqs` sequences now, before an engine gives the rest of the GPU to pages."""
+        """Take the memory of the 16-bit copies of `num_seqs` sequences now, before an engine gives the rest of the GPU to pages.
+
+        Rotations stay on the CPU until there are pages. An engine may take this memory from a pool of its weights, which it forgets while
+        it sleeps and loads again. Copies are written before they are read; a rotation would be gone for good.
+        """
         if self.config.full_precision is not None:
             count = self.config.full_precision.copies_needed(block_size, num_seqs)
-            self._hold(self.allocate(1, block_size, device), count)
+            pages = self.allocate(1, block_size, torch.device("cpu"))
+            self._hold(pages.as_stored() if pages.spec.latent else pages, count, device)
 
     def cache(self, pages: PagedCache) -> PagedCache | CacheWithCopies:
         """Pages of the layer as its calls take them: with the 16-bit copies in front of them, where the pool's pages have some."""
@@ -111,12 +116,12 @@ class PagedLayer:
         """Bytes of its 16-bit copies."""
         return 0 if self.copies is None else self.copies.nbytes
 
-    def _hold(self, pages: PagedCache, count: int) -> PagedCache:
-        """Room for `count` copies; those that are there stay."""
+    def _hold(self, pages: PagedCache, count: int, device: torch.device | None = None) -> PagedCache:
+        """Room for `count` copies, on the device of their pages or another; those that are there stay."""
         old, self.copies = self.copies, None
         with torch.inference_mode(False):  # as pages: written to in any mode
             same = old is not None and old.num_blocks == count and old.spec.block_size == pages.spec.block_size
-            self.copies = cache_of_copies(pages, count, self.dtype, old.buffer if same else None)
+            self.copies = cache_of_copies(pages, count, self.dtype, old.buffer if same else None, device)
             if not same and old is not None and old.spec == self.copies.spec and old.num_blocks <= count:
                 self.copies.buffer[: old.num_blocks] = old.buffer
         return self.copies
