@@ -16,6 +16,7 @@ line of results.jsonl in --out, and `report.py` makes the table. Jobs:
     latents16, latents128
                DeepSeek-V3's geometry with 16 or 128 heads: 16 layers, each with an eighth of a dense layer's inner size and no experts
     gemma4     Gemma 4 26B's geometry, without experts: does it start, how soon, does it repeat
+    sleep      a model of two layers from a checkpoint: answers after vLLM's sleep at either level, against those before
     cache      a model of two layers: answers from the prefix cache, and of requests that were preempted, against those asked alone
     offload    Llama-3-8B with vLLM's OffloadingConnector: the time to the first token of one prompt of 32,768 tokens, computed, found in
                the prefix cache, and brought back from the host's memory
@@ -60,9 +61,9 @@ GEOMETRIES = {
     "two_gpus_latents": DEEPSEEK_V3 | {"num_attention_heads": 32, "num_key_value_heads": 32, "intermediate_size": 4608},
 }
 GEOMETRIES |= {f"latents{n}": DEEPSEEK_V3 | {"num_attention_heads": n, "num_key_value_heads": n} for n in (16, 128)}
-SMALL_JOBS = ("smoke", "cache", "invariant", "one_rank", "two_ranks")
+SMALL_JOBS = ("smoke", "sleep", "cache", "invariant", "one_rank", "two_ranks")
 GEOMETRIES |= dict.fromkeys(SMALL_JOBS, SMALL)
-FROM_CHECKPOINT = ("one_rank", "two_ranks")
+FROM_CHECKPOINT = ("sleep", "one_rank", "two_ranks")
 ON_TWO = ("two_gpus", "two_gpus_reasoning", "two_gpus_latents", "two_ranks")
 DRAFTS = {"ngram": 4, "eagle3": 3}  # tokens of a draft
 ACCEPTED = 2.5  # tokens of a step and sequence, the one that is no draft's included
@@ -74,6 +75,7 @@ JOBS = (
     "latents16",
     "latents128",
     "gemma4",
+    "sleep",
     "cache",
     "offload",
     *DRAFTS,
@@ -159,6 +161,8 @@ def engine(job: str, kv_type: str, out: Path, args) -> object:
     }
     if kv_type.startswith("turboquant_"):
         workers.keep_flash_attention_3()
+    if job == "sleep":
+        options["enable_sleep_mode"] = True
     if job == "cache":
         options |= {"enable_prefix_caching": True, "max_model_len": 1024, "block_size": 16, "num_gpu_blocks_override": CACHE_BLOCKS}
     if job == "long_prompts":
@@ -220,6 +224,10 @@ def measure(job: str, kv_type: str, out: Path, args) -> dict:
     if job in (*SMALL_JOBS, "gemma4", "main"):
         note("padding", scenarios.padding)
     if job == "gemma4":
+        return found
+    if job == "sleep":
+        for level in (1, 2):
+            note("sleep", scenarios.slept, level)
         return found
     if job in FROM_CHECKPOINT:
         if kv_type in presets():

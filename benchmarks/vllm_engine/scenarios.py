@@ -257,6 +257,17 @@ def preempted(llm, tokens: int = 200) -> dict:
     return {"preemptions": len(seen), **compare(alone, together)}
 
 
+def slept(llm, level: int) -> dict:
+    """Answers before sleep and after it. What level 2 forgets is loaded again from the checkpoint, while pages have no memory yet."""
+    before = answers(llm)
+    llm.sleep(level)
+    llm.wake_up(["weights"])
+    if level == 2:
+        llm.collective_rpc("reload_weights")
+    llm.wake_up(["kv_cache"])
+    return {"level": level, **compare(before, answers(llm))}
+
+
 def padding(llm) -> dict:
     """Four prompts, twice, and three of them, which replay the graph of four."""
     four, again, three = answers(llm), answers(llm), answers(llm, 3)

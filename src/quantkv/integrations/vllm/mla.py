@@ -156,7 +156,7 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
         """Multiply the rotation of stored latents into the layer's projections of decode, once they are made of the weights: `W_UK_T [HQ,
         nope, latent]` of queries and `W_UV [HQ, latent, V]` of outputs. Prompts use the weights themselves.
 
-        The rotation stays on the CPU: what is on the device here is in the pool of the weights, which vLLM forgets while it sleeps (level 2).
+        The rotation stays on the CPU: what is on the device here is in the pool of the weights, which vLLM forgets in sleep of level 2.
         """
         map_ = self.paged.allocate(1, BLOCK_SIZES[0], torch.device("cpu")).maps.k
         self.absorbed = map_ is not None
