@@ -126,6 +126,46 @@ def test_batches(heads, arguments, monkeypatch, tmp_path):
     serve(monkeypatch, tmp_path, "int4", heads, **arguments)
 
 
+@runs
+@pytest.mark.parametrize(
+    "fmt, heads, arguments",
+    [
+        ("int4+int8", 16, {}),
+        ("int4+int8", 16, dict(dtype=torch.float16)),
+        ("int4+int8", 8, dict(counts=(3, 1, 1, 2), softcap=2.0, window=100)),
+        ("int4+int8", 128, dict(lens=(70, 5), counts=(2, 2))),
+        ("int4+int8", 16, dict(lens=(900, 3, 0, 520, 700), counts=(1, 1, 0, 1, 1), pages=90, multiprocessors=13)),
+        ("int4+int8", 16, dict(size=8)),  # pages of which a tile has two
+        ("levels4+int8", 16, {}),
+        ("levels4+int8", 40, dict(size=8, dtype=torch.float16)),
+        ("int8+int8", 16, {}),
+        ("none+int8", 16, {}),
+        ("int8+int8", 64, dict(lens=(70, 5), counts=(1, 1))),
+    ],
+    ids=str,
+)
+def test_rotated_dimensions_at_8_bits(fmt, heads, arguments, monkeypatch, tmp_path):
+    serve(monkeypatch, tmp_path, fmt, heads, **arguments)
+
+
+@runs
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_code_of_rotated_dimensions(dtype, monkeypatch, tmp_path):
+    """Each of 255 codes at each place, in rows of all sizes: of zeros, of fewer than the smallest scale stands for, and of large numbers;
+    beside latents of zeros, too."""
+    lens = (300,)
+    cache, batch, (slots, _), (latents, rotated) = cache_of("int4+int8", lens, (1,), dtype=dtype, device=DEVICE)
+    codes = (torch.arange(300)[:, None] * 64 + torch.arange(64)) % 255 - 127
+    codes[:, 0] = 127  # so that the scale is what the row is multiplied by
+    sizes = torch.tensor([0, 1e-7, 1e-3, 1.0, 40.0]).repeat(60) / 127
+    rows = (codes * sizes[:, None])[:, None].to(rotated)
+    latents = latents * (torch.arange(300) % 7 > 0)[:, None, None].to(latents)
+    cache.write(latents, rows, slots, implementation="reference")
+    call = call_of(cache, batch, queries(cache, dtype, 16, 1) / 16, 1)
+    run(monkeypatch, tmp_path, call)
+    check(call, exact(cache, call.q, lens, (1,), slots))
+
+
 @pytest.mark.parametrize(
     "sequences, heads, workers", [(8, 16, 264), (48, 16, 264), (64, 16, 256), (128, 16, 256), (500, 16, 264), (16, 128, 64), (32, 64, 128)]
 )
@@ -213,6 +253,7 @@ def with_copies(fmt, heads, lens, counts, recent=24, size=64, **options):
         ("levels4", 128, dict(lens=(70, 5), counts=(1, 1))),
         ("levels4", 16, dict(lens=(900, 3, 700), counts=(1, 2, 1), multiprocessors=2, max_tiles=8)),
         ("int8", 64, dict(counts=(2, 1, 1, 3), softcap=2.0)),
+        ("int4+int8", 16, dict(counts=(2, 1, 1, 3))),
         ("levels4", 8, dict(counts=(1, 0, 1, 1), window=100, sinks=torch.linspace(-3, 3, 8, device=DEVICE))),
     ],
     ids=str,
@@ -221,7 +262,7 @@ def test_copies_at_16_bits_are_a_source_of_their_own(fmt, heads, arguments, monk
     """What a preset's decode reads: quantized rows, and 16-bit copies of the latest ones, under one map."""
     device = {name: arguments[name] for name in ("multiprocessors", "max_tiles") if name in arguments}
     call, want = with_copies(fmt, heads, **{"lens": LENS, "counts": DECODE} | {k: v for k, v in arguments.items() if k not in device})
-    assert [config.key.name for config in hopper.configurations(call)] == [fmt, "bf16"]
+    assert [config.key.name for config in hopper.configurations(call)] == [fmt.split("+")[0], "bf16"]
     run(monkeypatch, tmp_path, call, **device)
     check(call, want)
 
@@ -286,12 +327,13 @@ def test_refusals():
     """What the kernel has no code for, by the argument and what is allowed."""
     call, _ = batch_of("int4", 16)
     segment = call.segments[0]
-    others = {name: batch_of(name, 16)[0] for name in ("levels6", "fp8_token")}
+    others = {name: batch_of(name, 16)[0] for name in ("levels6", "fp8_token", "int4+fp8")}
     turn = torch.linalg.qr(torch.randn(512, 512, generator=torch.Generator().manual_seed(0)))[0][None]
     maps = LayerMaps(LinearMap(turn, turn.mT.contiguous()))
     for refused, reason in (
         (others["levels6"], "format levels6.bf16: latents of levels6 have no code for Hopper"),
         (others["fp8_token"], "format fp8_token.bf16: latents of fp8_token have no code for Hopper"),
+        (others["int4+fp8"], "format int4.fp8: rotated dimensions of fp8_e4m3 have no code for Hopper"),
         (replace(call, segments=(segment._replace(maps=maps),)), "maps: latents under a Hadamard matrix or none"),
         (replace(call, segments=(segment,) * 5), "5 segments: at most 4"),
         (replace(call, options=AttentionOptions(batch_invariant=True)), "batch_invariant: not of latents"),
@@ -304,12 +346,12 @@ def test_refusals():
     assert hopper._unsupported(call) is None
     served = {
         fmt: implementations.can_serve("hopper", get_format(fmt), "attend")
-        for fmt in ("int4+bf16", "int8+fp16", "int8+fp32", "levels4+bf16", "levels6+bf16")
+        for fmt in ("int4+bf16", "int4+int8", "int8+fp16", "int8+fp32", "levels4+bf16", "levels6+bf16", "int4+fp8")
     }
-    assert served == {"int4+bf16": True, "int8+fp16": True, "int8+fp32": False, "levels4+bf16": True, "levels6+bf16": False}
+    assert {fmt for fmt, is_served in served.items() if is_served} == {"int4+bf16", "int4+int8", "int8+fp16", "levels4+bf16"}
 
 
-@pytest.mark.parametrize("fmt, heads", [("int4", 16), ("int8", 16), ("levels4", 128), ("none", 16)])
+@pytest.mark.parametrize("fmt, heads", [("int4", 16), ("int4+int8", 16), ("int8", 16), ("levels4", 128), ("none", 16)])
 def test_auto_takes_it(monkeypatch, fmt, heads):
     call, _ = batch_of(fmt, heads)
     monkeypatch.setattr(launch, "elsewhere", lambda device: None)
@@ -339,6 +381,8 @@ COMPILED = {
     ("int4", 8): (8, 4, 2, 8, 840, 0, 2), ("int4", 16): (16, 3, 2, 8, 840, 0, 2), ("int4", 32): (32, 2, 2, 2, 960, 2, 48),
     ("int4", 48): (24, 3, 2, 2, 940, 0, 35), ("int4", 128): (32, 2, 2, 2, 960, 2, 48), ("int8", 16): (16, 2, 2, 8, 950, 0, 2),
     ("int8", 128): (16, 2, 2, 8, 950, 0, 2), ("levels4", 16): (16, 2, 2, 8, 1210, 0, 2), ("none", 16): (16, 2, 1, 4, 770, 0, 2),
+    ("int4+int8", 16): (16, 4, 2, 8, 920, 0, 2), ("int4+int8", 128): (32, 3, 2, 2, 1030, 2, 22),
+    ("int8+int8", 16): (16, 2, 2, 8, 1020, 0, 2), ("levels4+int8", 16): (16, 2, 2, 8, 1290, 0, 2),
 }  # fmt: skip
 
 
@@ -356,7 +400,7 @@ def test_what_it_is_compiled_to(fmt, heads, monkeypatch, tmp_path, cubins):
     assert sum(name.startswith("BAR.") for name in loop) == 1 + (stages == 2)
     zeros = fmt.startswith("int")  # a product of their zero points
     assert sum(map(is_product, loop)) == 32 + 4 + zeros + 32
-    parts = 32 // min(at_once, {"int8": 4, "none": 2}.get(fmt, 8)) + 1 + zeros + 32 // at_once
+    parts = 32 // min(at_once, {"int8": 4, "none": 2}.get(fmt.split("+")[0], 8)) + 1 + zeros + 32 // at_once
     assert sum(name.startswith("WARPGROUP.ARRIVE") for name in loop) == parts
     assert len(loop) <= budget
     local = [name for name in names if name.startswith(("LDL", "STL"))]

@@ -276,7 +276,7 @@ def test_bytes(name, head_size, dtype, monkeypatch, tmp_path):
 
 
 WRITTEN_SIZES = [("int4", 80, 96), ("levels3", 112, 48), ("levels2", 144, 144), ("tq_k8v4", 192, 80), ("int4", 512, 512)]
-WRITTEN_SIZES += [("int4+bf16", 512, 64), ("levels4+bf16", 512, 64)]  # latents
+WRITTEN_SIZES += [("int4+bf16", 512, 64), ("levels4+bf16", 512, 64), ("int4+int8", 512, 64)]  # latents
 
 
 @pytest.mark.parametrize("name, head_size, head_size_v", WRITTEN_SIZES)

@@ -14,6 +14,7 @@ from quantkv.copies import CacheWithCopies, CopiedPages, FullPrecisionStep, cach
 from quantkv.format_table import layout_of
 from quantkv.full_precision import FullPrecisionTokens
 from quantkv.maps import LayerMaps, LinearMap
+from quantkv.names import of_keys_and_values
 from quantkv.offload import PageStore
 from quantkv.page_views import copy_pages_between
 from quantkv.spec import CacheSpec
@@ -54,18 +55,24 @@ def test_rotated_dimensions_in_a_format_with_a_rotation_of_their_own():
     assert (out.double() - want).norm() <= 3e-6 * want.norm()
 
 
-@pytest.mark.parametrize("fmt, row", [("int4", 256 + 128 + 4), ("int8", 512 + 128 + 4), ("fp8", 512 + 128), ("levels4", 256 + 128 + 2)])
+@pytest.mark.parametrize(
+    "fmt, row",
+    [("int4", 256 + 128 + 4), ("int8", 512 + 128 + 4), ("int4+int8", 256 + 4 + 64 + 4), ("fp8", 512 + 128), ("levels4", 256 + 128 + 2)],
+)
 def test_bytes(fmt, row):
     """DeepSeek-V3's rows, one kv head: the value takes none."""
     spec = get_format(fmt).latent_spec(512, 64, block_size=16)
     assert spec.page_bytes == spec.block_bytes == 16 * row
     assert spec.bytes_per_token == row and spec.compression == pytest.approx(1152 / row)
-    assert spec.sections[:2] == ((0, 16 * spec.k.code_bytes(512)), (16 * spec.k.code_bytes(512), 16 * 128))
+    assert spec.sections[:2] == ((0, 16 * spec.k.code_bytes(512)), (16 * spec.k.code_bytes(512), 16 * spec.v.code_bytes(64)))
     assert spec.latent and spec.query_sizes == (576, 512)
     assert layout_of(spec.format).cache_spec(1, 512, 64) == spec == CacheSpec.from_dict(spec.to_dict())
 
 
 def test_names():
+    assert of_keys_and_values("k8v4/int2") == "k8v4/int2"
+    with pytest.raises(ValueError, match=r"format='int4\+int8': one of latents.* takes 'int4'"):
+        of_keys_and_values("int4+int8")
     assert get_format("int4").latents().name == get_format("int4+bf16").name == "int4+bf16"
     assert get_format("int4+none", torch.float16) == get_format("int4").latents(torch.float16)
     assert get_format("k8v4/int2").latents() == get_format("k8v4+bf16") and get_format("k8v4+bf16").k == get_format("int8").k

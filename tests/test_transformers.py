@@ -465,6 +465,12 @@ def test_models_without_plain_attention_are_refused(config, match):
         QuantizedCache(config())
 
 
+@pytest.mark.parametrize("fmt", ["int4+int8", ["int4", "int4+bf16"], {"format": "int4", "layers": {"1": "int4+int8"}}])
+def test_formats_of_latents_are_refused_where_layers_keep_keys_and_values(llama, fmt):
+    with pytest.raises(ValueError, match=r"format='int4\+.*: one of latents.* takes 'int4'"):
+        QuantizedCache(llama.config, fmt)
+
+
 def test_an_unknown_format_is_refused_with_the_nearest(llama):
     with pytest.raises(ValueError, match="did you mean 'int4'"):
         QuantizedCache(llama.config, "imt4")

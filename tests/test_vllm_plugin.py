@@ -622,7 +622,8 @@ def test_types_are_known():
 
 def test_pairs_are_of_formats_that_have_one_codec():
     known = asked.names()
-    assert known["quantkv_levels4/trellis2"] == "levels4/trellis2" and known["quantkv_k8v4"] == "k8v4" and known["quantkv_none"] == "none"
+    assert known["quantkv_levels4/trellis2"] == "levels4/trellis2" and known["quantkv_int4+int8"] == "int4+int8"
+    assert known["quantkv_k8v4"] == "k8v4" and known["quantkv_none"] == "none"
     assert known.keys().isdisjoint({"quantkv_k8v4/int4", "quantkv_int4/k8v4", "quantkv_int4/int4"})
 
 

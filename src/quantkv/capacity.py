@@ -129,8 +129,8 @@ def _layer_cache(layer: Layer, number: int, policy: Stored, ranks: int, block_si
     layout = asked = layout_of(name, PLAIN)
     if layer.kind == "latent":
         layout = layout_of(names.of_latent(asked.name, PLAIN))
-    elif names.is_latent(layout.name):
-        raise ValueError(f"format={name!r}: one of latents; layer {number} keeps keys and values: {layout.k.name} is one of theirs")
+    else:
+        names.of_keys_and_values(layout.name)
     heads = rank_heads(layer, ranks)
     kind = Kind(layer.window, layer.kind == "chunked")
     if full_precision is not None and kind.window:

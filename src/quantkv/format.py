@@ -131,6 +131,11 @@ class Format(ByName):
         """The format of latents that this one's K half stores, their rotated dimensions as given in `dtype`; itself if it is one."""
         return get_format(names.of_latent(self.name, get_format("none", dtype).name))
 
+    def of_keys_and_values(self) -> Format:
+        """Itself. ValueError for a format of latents, where a layer keeps keys and values."""
+        names.of_keys_and_values(self.name)
+        return self
+
     def latent_spec(self, latent: int, rope: int, block_size: int = 16, dtype: torch.dtype = torch.bfloat16) -> CacheSpec:
         """Geometry of a layer's cache of latents: of one row a token, `latent` numbers in this format's K half, `rope` as given in `dtype`.
         ValueError for a size that it cannot take."""

@@ -42,6 +42,13 @@ def is_latent(name: str) -> bool:
     return LATENT in name
 
 
+def of_keys_and_values(name: str) -> str:
+    """The same name. ValueError for a format of latents, where a layer keeps keys and values."""
+    if is_latent(name):
+        raise ValueError(f"format={name!r}: one of latents (MLA); a layer that keeps keys and values takes {name.split(LATENT)[0]!r}")
+    return name
+
+
 def of_rows(name: str) -> list[str]:
     """The formats of the latent and of the rotated dimensions. ValueError where a name does not say both."""
     parts = name.split(LATENT)

@@ -265,6 +265,9 @@ CPU_FN u32 saturate_half2(u32 x) { return cpu_saturate(x & 0xffff) | cpu_saturat
 CPU_FN u32 mul_bfloat2(u32 a, u32 b) {
   return bfloat2(as_float(a << 16) * as_float(b << 16), as_float(a & 0xffff0000u) * as_float(b & 0xffff0000u));
 }
+CPU_FN u32 sub_bfloat2(u32 a, u32 b) {
+  return bfloat2(as_float(a << 16) - as_float(b << 16), as_float(a & 0xffff0000u) - as_float(b & 0xffff0000u));
+}
 CPU_FN u32 max_bfloat2(u32 a, u32 b) {
   return bfloat2(fmaxf(cpu_of_bfloat(a), cpu_of_bfloat(b)), fmaxf(cpu_of_bfloat(a >> 16), cpu_of_bfloat(b >> 16)));
 }

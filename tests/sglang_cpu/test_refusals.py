@@ -42,6 +42,10 @@ def test_names_that_are_no_format(llama):
     refused(engine.run(llama, "quantkv_int5"), "ValueError: attention_backend='quantkv_int5'", "quantkv_4bit, ", "quantkv_int4, ")
 
 
+def test_formats_of_latents(llama):
+    refused(engine.run(llama, "quantkv_int4+int8"), "ValueError", "a layer that keeps keys and values takes 'int4'")
+
+
 def test_formats_that_heads_cannot_have(tmp_path):
     refused(engine.run(tiny_models.write("heads_of_80", tmp_path), "quantkv_tq4"), "ValueError", "head_size=80")
 

@@ -67,7 +67,7 @@ def rounded(folder, fmt):
             hook.remove()
 
 
-@pytest.mark.parametrize("name", ["int4", "levels4"])
+@pytest.mark.parametrize("name", ["int4", "levels4", "int4+int8"])
 def test_quantized_latents_are_those_of_the_format(latents, name):
     """A number at the edge of two codes may fall on the other side. However a prompt that reads what is stored is cut, the answer is the
     same."""
@@ -85,7 +85,7 @@ def test_prompts_in_one_step_lose_nothing(latents):
     assert (whole - plain).abs().max() < SAME < (cut - plain).abs().max()
 
 
-@pytest.mark.parametrize("name", ["none", "int4"])
+@pytest.mark.parametrize("name", ["none", "int4", "int4+int8"])
 def test_as_many_tokens_as_the_pages_allow(latents, name):
     """A page is one row a token, in no second copy."""
     report = ask(latents, name)

@@ -112,6 +112,7 @@ def test_a_model_that_drafts_reads_pages_too(tmp_path):
 REFUSED = {
     "a head size that the format cannot take": ("heads_of_80", "quantkv_int2", {}, "head_size=80"),
     "a type that is no format": ("llama", "quantkv_int5", {}, "quantkv_int5"),
+    "latents where there are none": ("llama", "quantkv_int4+int8", {}, "a layer that keeps keys and values takes 'int4'"),
     "pages that are no multiple of 16 tokens": ("llama", "quantkv_int4", {"block_size": 24}, "block_size"),
     "a policy without a file": ("llama", "quantkv_policy", {}, "quantkv_policy"),
     "prompts that skip layers which share pages": ("llama", "quantkv_int4", {"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill"),
@@ -129,6 +130,7 @@ def test_refused_before_the_weights_are_loaded(tmp_path, case):
 WRONG_POLICIES = {
     "a layer that the model lacks": ({"format": "int4", "layers": {"2": "int8"}}, "layers 0 to 1"),
     "an unknown format": ({"format": "int3"}, "int3"),
+    "a format of latents": ({"format": "int4", "layers": {"1": "int4+int8"}}, "a layer that keeps keys and values takes 'int4'"),
     "an unknown field": ({"format": "int4", "layer": {}}, "'layer'"),
 }
 

@@ -150,7 +150,7 @@ def can_serve(name: str, fmt: Format, kind: str) -> bool | None:
     if name == "prefill":
         return kind == "attend"
     if name == "hopper":
-        uses = ("written", "written") if kind == "write" else ("latents", "keys") if fmt.latent else ("keys", "values")
+        uses = ("written", "written") if kind == "write" else ("latents", "rotated") if fmt.latent else ("keys", "values")
         return all(codec.hopper is not None and getattr(codec.hopper(), use) for codec, use in zip((fmt.k, fmt.v), uses))
     if name == "triton":
         try:

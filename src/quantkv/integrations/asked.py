@@ -13,7 +13,7 @@ from .. import weights
 from ..engine.layer_config import UNQUANTIZED
 from ..format import Format, available_formats, get_format
 from ..geometry import Heads
-from ..names import PREFIX
+from ..names import LATENT, PREFIX
 from ..policy import Policy
 from ..policy_file import CHOICES, PRESETS, check_choice
 
@@ -23,11 +23,13 @@ POLICY = PREFIX + "policy"  # formats by layer, from a file that another option 
 def names() -> dict[str, str]:
     """What a server's option takes -> the format; "none" stores what the model computes in. Formats by layer are `POLICY`.
 
-    K/V pairs are those of formats that have one codec for both sides: engines know only names that are registered ahead.
+    K/V pairs, and formats of latents with rotated dimensions at 8 bits, are those of formats that have one codec for both sides: engines
+    know only names that are registered ahead.
     """
     single = [*available_formats(), "none"]
     halves = [name for name in single if (fmt := get_format(name)).k.name == fmt.v.name]
-    return {PREFIX + name: name for name in (*single, *(f"{k}/{v}" for k, v in permutations(halves, 2)))}
+    pairs, latents = (f"{k}/{v}" for k, v in permutations(halves, 2)), (f"{name}{LATENT}int8" for name in halves)
+    return {PREFIX + name: name for name in (*single, *pairs, *latents)}
 
 
 def presets() -> dict[str, str]:

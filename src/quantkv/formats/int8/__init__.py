@@ -46,7 +46,7 @@ INT8 = Codec(
     code_dtype=torch.int8,
     head_size_multiple=2,
     triton=codec_in(__name__, "INT8"),
-    hopper=hopper_codec(__file__, "Int8", half=2, integers=True, latents=True),
+    hopper=hopper_codec(__file__, "Int8", half=2, integers=True, latents=True, rotated=True),
     cpu=cpu_codec(),
 )
 register(Format("int8", INT8, INT8, "a scale for each (token, head)"), "int8_per_token_head")

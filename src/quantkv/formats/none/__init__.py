@@ -9,7 +9,7 @@ from ...spec import RowLayout
 from ..device import codec_in, cpu_codec, hopper_codec
 
 CUDA_HALVES = {
-    dtype: hopper_codec(__file__, f"Plain16<{str(dtype is torch.bfloat16).lower()}>", latents=True)
+    dtype: hopper_codec(__file__, f"Plain16<{str(dtype is torch.bfloat16).lower()}>", latents=True, rotated=True)
     for dtype in (torch.bfloat16, torch.float16)
 }
 

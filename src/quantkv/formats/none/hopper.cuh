@@ -4,6 +4,7 @@ template <bool BF16> struct Plain16 : CodecDefaults {
   static constexpr bool BFLOAT = BF16;
   static DI u32 key_pair(const u32* w, int j) { return w[j]; }
   static DI u32 pair(const u32* x, int j) { return x[j]; }
+  template <bool> static DI u32 number_pair(const u32* w, int j) { return w[j]; }
   template <class R> static DI u32 encode(const R& row, u32 (&words)[WORDS<BITS>]) {
 #pragma unroll
     for (int w = 0; w < E / 2; w++)

@@ -22,7 +22,7 @@ class HopperCodec:
     warps: of a block that reads its keys, at most: fewer have more registers.
     per_tensor: its rows have the scale of the whole layer, and none of their own.
     integers: its keys are read as integers of 8 bits too (`INTEGERS`).
-    latents: its rows are read as keys and values at once (`decode/latents.cuh`).
+    latents: its rows are read as keys and values at once (`decode/latents.cuh`). rotated: as rotated dimensions of latents there.
     step: head sizes of rows that it reads are multiples of it.
     numbers: head size -> numbers that the snippet reads as a list, by the macro's name: floats, or words as int.
     `half`, `odd_unit`, `table_bytes` and `values_by_table` stand in the snippet too: kernels compile only where both say the same.
@@ -42,6 +42,7 @@ class HopperCodec:
     per_tensor: bool = False
     integers: bool = False
     latents: bool = False
+    rotated: bool = False
     step: int = 16
     numbers: Callable[[int], Mapping[str, Sequence[float | int]]] | None = None
 

@@ -54,7 +54,9 @@ def _unreadable_latents(segment: Segment, dtype: torch.dtype) -> str | None:
         return f"latents of {sizes[0]} + {sizes[1]} numbers, {heads} kv heads: {LATENT_SIZES[0]} + {LATENT_SIZES[1]}, one kv head"
     if fmt.k.hopper is None or not fmt.k.hopper().latents:
         return f"format {fmt.name}: latents of {fmt.k.name} have no code for Hopper"
-    if fmt.v.code_dtype != dtype:
+    if fmt.v.hopper is None or not fmt.v.hopper().rotated:
+        return f"format {fmt.name}: rotated dimensions of {fmt.v.name} have no code for Hopper"
+    if fmt.v.code_dtype.is_floating_point and fmt.v.code_dtype != dtype:
         return f"format {fmt.name}: rotated dimensions of q.dtype, {dtype}"
     if kind(segment.maps.k) == "MATRIX" or segment.maps.v is not None:
         return "maps: latents under a Hadamard matrix or none, rotated dimensions under none"

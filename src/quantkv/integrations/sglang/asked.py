@@ -120,9 +120,8 @@ def _check_model(model: Any, policy: Policy, page_size: int, device: str) -> Non
     if model.is_encoder_decoder:
         raise NotImplementedError(f"quantkv: {architecture} has an encoder; decoders only")
     heads = Heads(model.get_total_num_kv_heads(), model.head_dim, model.v_head_dim)
-    asked.check_policy(
-        policy, model.num_hidden_layers, heads, lambda name: get_format(name, model.dtype).cache_spec(1, *heads[1:], page_size)
-    )
+    fits = lambda name: get_format(name, model.dtype).of_keys_and_values().cache_spec(1, *heads[1:], page_size)
+    asked.check_policy(policy, model.num_hidden_layers, heads, fits)
     asked.check_weights(model.model_path, model.revision, policy)
     asked.warn_of_biases(model.model_path, model.revision, policy, policy.format, logger)
     of_prompts("prompt", policy)

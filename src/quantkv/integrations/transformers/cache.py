@@ -90,6 +90,9 @@ class QuantizedCache(Cache):
             check_policy(policy, config, plans)
             format = [policy.name_of(i) if kept else None for i, kept in enumerate(keeps)]
         formats = _formats(format, keeps, dtype)
+        for plan, fmt in zip(plans, formats):
+            if fmt is not None and not plan.latent:
+                get_format(fmt).of_keys_and_values()
         prompt = _prompt(prompt, fresh_prefill, policy)
         precision = of_prompts("prompt_precision", policy, "prompt_precision", prompt_precision)
         if precision != "16bit" and any(plan.latent for plan in plans):

@@ -114,7 +114,7 @@ class QuantKVBackend(AttentionBackend):
     @classmethod
     def token_bytes(cls, fmt: Format, head_size: int, block_size: int, dtype: torch.dtype) -> int:
         """Bytes of a token of one kv head in a format. ValueError for one that the model's rows cannot have."""
-        return token_bytes(fmt.cache_spec(1, head_size, block_size=block_size))
+        return token_bytes(fmt.of_keys_and_values().cache_spec(1, head_size, block_size=block_size))
 
     @classmethod
     def is_supported_on_current_device(cls, head_size, head_size_v, has_sinks) -> bool:

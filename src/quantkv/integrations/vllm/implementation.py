@@ -35,7 +35,7 @@ from ..asked import check_policy, check_weights, warn_of_biases
 from ..serving import Step
 from . import PREFIX, PROMPT_OPTIONS
 from .asked import of_prompts, policy_of, reads_own_rows
-from .backend import BLOCK_SIZES, CHUNKS, UNQUANTIZED, QuantKVBackend, format_of, token_bytes
+from .backend import BLOCK_SIZES, CHUNKS, UNQUANTIZED, QuantKVBackend, format_of
 from .blocks import kernel_pages
 from .connectors import check_connectors
 from .mixed import check_hybrid, warn_of_padding
@@ -180,7 +180,7 @@ class QuantKVImpl(AttentionImpl[Step]):
 
     def _token_bytes(self, name: str) -> int:
         """Bytes of a token of one kv head in the format of that name. ValueError for one that its heads cannot have."""
-        return token_bytes(format_of(name, self.dtype).cache_spec(1, self.head_size, block_size=BLOCK_SIZES[0]))
+        return self.backend.token_bytes(format_of(name, self.dtype), self.head_size, BLOCK_SIZES[0], self.dtype)
 
     def _check_weights(self) -> None:
         """Refuse a calibration of other weights, and warn of key biases that a format would store."""

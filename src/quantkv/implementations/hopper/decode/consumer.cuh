@@ -269,13 +269,13 @@ struct WarpgroupQueries {
 // first_chunk: of a tile, the first that it reads of its quarter of a key; rotated: its quarter of the rotated
 // dimensions; own_tile, own: of two tiles, as OwnValues, the tile, and the first of its warp's chunks in a row.
 template <bool LATENTS> struct LatentLane {
-  static_assert(!LATENTS || ROPE::BITS == 16 && ROPE::META_BYTES == 0 && ROPE_SIZE == 64 && K_ROW % 256 == 0,
-      "rotated dimensions as given, and rows whose chunks are permuted");
+  static_assert(!LATENTS || ROPE_SIZE == 64 && K_ROW % 256 == 0,
+      "four lanes share the rotated dimensions, and chunks of rows are permuted");
   u32 first_chunk, rotated, own_tile, own;
   DI LatentLane(int member) {
     const int lane = threadIdx.x % 32, c = lane % 4;
     first_chunk = chunk_address<K_ROW>(lane / 4, c * (K_ROW / 64) + latent_chunk(c));
-    rotated = TILE_V + chunk_address<SECOND_ROW>(lane / 4, lane % 4 * 2);
+    rotated = TILE_V + chunk_address<SECOND_ROW>(lane / 4, lane % 4 * (SECOND_ROW / 64));
     own_tile = lane / 16 * TILE_BYTES, own = chunk_address<K_ROW>(lane % 16, member * OWN_CHUNKS);
     keep(first_chunk), keep(own_tile), keep(own);
   }

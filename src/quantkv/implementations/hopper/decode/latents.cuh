@@ -96,8 +96,9 @@ struct LatentProducts {
       "rows of other codecs");
 
   // Begins the last products of this warp's tile with the queries, in the unit of those with rotated dimensions: what
-  // comes of the latents is brought to it before these are added. meta: of a lane's keys.
+  // comes of the latents is brought to it before these are added. meta: of a lane's rotated dimensions.
   static DI void score(float (&s)[TILES][4], u32 tile, const WarpgroupLane& at, u32 (&meta)[2]) {
+    constexpr float SMALLEST_UNIT = 1e-30f;  // a slot that no token was written to has none
     const u64 queries = matrix_descriptor(at.base);
     load_metas(tile, at, meta);
     if constexpr (SUMMED) {
@@ -131,24 +132,38 @@ struct LatentProducts {
         commit_products();
       });
     });
-    u32 a[ROPE_SIZE / 8], b[ROPE_SIZE / 8];
+    u32 a[SECOND_ROW / 16], b[SECOND_ROW / 16];
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < SECOND_ROW / 64; i++) {
       const u32 from = tile + (at.rotated ^ i << 4);
       load_shared<16>(from, a + 4 * i), load_shared<16>(from + 8 * SECOND_ROW, b + 4 * i);
     }
-    const float gain[2] = {key_scale(meta[0], 1.f) * at.latent_gain, key_scale(meta[1], 1.f) * at.latent_gain};
+    float gain[2] = {key_scale(meta[0], 1.f) * at.latent_gain, key_scale(meta[1], 1.f) * at.latent_gain};
+    if constexpr (SECOND_META > 0) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        load_shared<SECOND_META>(tile + TILE_VM + (at.token + 8 * r) * SECOND_META, &meta[r]);
+        gain[r] *= inverse(fmaxf(ROPE::scale(meta[r]), SMALLEST_UNIT));
+      }
+    }
     wait_for_all_products_but<0>();
     keep_tiles(s);
 #pragma unroll
     for (int nt = 0; nt < TILES; nt++)
 #pragma unroll
       for (int i = 0; i < 4; i++) s[nt][i] *= gain[i / 2];
+    u32 x[ROPE_SIZE / 16][4];
+#pragma unroll
+    for (int w = 0; w < ROPE_SIZE / 16; w++)
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        x[w][2 * i] = ROPE::template number_pair<QUERY_BF16>(a, 2 * w + i),
+        x[w][2 * i + 1] = ROPE::template number_pair<QUERY_BF16>(b, 2 * w + i);
     begin_products();
 #pragma unroll
     for (int w = 0; w < ROPE_SIZE / 16; w++)
-      Wgmma<TILES, ROPE::BFLOAT>::template multiply<true>(
-          s, a[2 * w], b[2 * w], a[2 * w + 1], b[2 * w + 1], queries + (SLABS * SLAB + w * 32) / 16);
+      Wgmma<TILES, QUERY_BF16>::template multiply<true>(
+          s, x[w][0], x[w][1], x[w][2], x[w][3], queries + (SLABS * SLAB + w * 32) / 16);
     commit_products();
   }
 

@@ -14,13 +14,19 @@ DI float key_scale(u32 meta, float squares) {
   return K_META == 0 ? 1.f : KEY::NORMALISED ? KEY::scale(meta) * inverse_root(squares) : KEY::scale(meta);
 }
 
-// The scores of a lane's two keys, by their metadata; of latents, whose products have their scale already, by none.
+// What a key's product is multiplied by. Products with latents are in the unit of the rotated dimensions, whose
+// metadata it is then.
+DI float product_scale(u32 meta, float squares) {
+  if (LATENTS) return SECOND_META > 0 ? ROPE::scale(meta) : 1.f;
+  return key_scale(meta, squares);
+}
+
+// The scores of a lane's two keys, by their metadata.
 // squares: the sum of an operand's squares, of keys that are NORMALISED.
 struct KeyScores {
   float f[2], z[2], shifted[2];
   DI KeyScores(const u32 (&meta)[2], float squares0, float squares1, float scale)
-      : f{LATENTS ? scale : key_scale(meta[0], squares0) * scale,
-            LATENTS ? scale : key_scale(meta[1], squares1) * scale},
+      : f{product_scale(meta[0], squares0) * scale, product_scale(meta[1], squares1) * scale},
         z{KEY::bias(meta[0]) * scale, KEY::bias(meta[1]) * scale},
         // A negative scale says that the key was stored without its key mean.
         shifted{

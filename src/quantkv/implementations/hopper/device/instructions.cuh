@@ -24,6 +24,7 @@ DI u32 upper(u32 x) { u32 r; asm("shr.u32 %0, %1, 16;" : "=r"(r) : "r"(x)); retu
 DI u32 add2(u32 a, u32 b) { u32 r; asm("add.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 DI u32 mul2(u32 a, u32 b) { u32 r; asm("mul.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 DI u32 mul_bfloat2(u32 a, u32 b) { u32 r; asm("mul.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+DI u32 sub_bfloat2(u32 a, u32 b) { u32 r; asm("sub.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 DI u32 fma2(u32 a, u32 b, u32 c) {
   u32 r;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));

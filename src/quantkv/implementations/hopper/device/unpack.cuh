@@ -19,6 +19,9 @@
 // of one that serves values,
 //   CENTRE, unit(j)        what is taken off every operand; what register j is worth more than its operands
 //   pair(x, j)             dimension j of a lane's, of two tokens; x[k]: 16 bits of each
+// of one that serves rotated dimensions of latents,
+//   number_pair<BF16>(w, j)  dimensions 2 j and 2 j + 1 of the words w, as numbers of the queries' type; scale(meta) is
+//                          what they are worth
 // of keys that are read by a Table: fill(entry), and key_pair(.., j, lane), of TOKENS tokens at once.
 //   VALUES_BY_TABLE        so are values: pair(.., j, lane). A table of their own begins at a multiple of 2^16 bytes,
 //                          which is in `lane`, and of ENTRIES entries, by which the entries that it is filled in by are
