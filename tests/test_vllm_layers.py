@@ -142,7 +142,7 @@ def page_of(bytes_of_16):
     page = lambda size: bytes_of_16 if size == 16 else 10 * size
     spec = lambda heads, *sizes, block_size=16: SimpleNamespace(page_bytes=page(block_size), block_size=block_size)
     fmt = SimpleNamespace(cache_spec=spec)
-    fmt.latents = lambda dtype: fmt
+    fmt.latents, fmt.of_keys_and_values = lambda dtype: fmt, lambda: fmt
     return fmt
 
 

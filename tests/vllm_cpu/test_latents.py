@@ -50,21 +50,22 @@ def test_the_probabilities_of_transformers(latents, given):
 
 @contextmanager
 def rounded(folder, fmt):
-    """transformers with latents as a format stores them: in one step it says what pages say."""
+    """transformers with rows of latents as a format stores them: in one step it says what pages say."""
     spec = get_format(fmt, torch.float32).latent_spec(*ROW, 16, torch.float32)
 
-    def through_pages(module, args, rows):
-        cache, (latents, slots) = PagedCache(spec, 32), (rows.flatten(0, -2)[:, None], torch.arange(rows[..., 0].numel()))
-        cache.write(latents, latents.new_zeros(len(slots), 1, ROW[1]), slots)
-        return cache.dequantize(slots)[0].view_as(rows)
+    def through_pages(*rows):
+        cache, slots = PagedCache(spec, 32), torch.arange(rows[0].shape[-2])
+        cache.write(*(part.view(len(slots), 1, -1) for part in rows), slots)
+        return [stored.view_as(part) for stored, part in zip(cache.dequantize(slots), rows)]
 
-    layers = references.model(folder).model.layers
-    hooks = [layer.self_attn.kv_a_layernorm.register_forward_hook(through_pages) for layer in layers]
+    attentions = [layer.self_attn for layer in references.model(folder).model.layers]
+    for attention in attentions:
+        attention.expand_kv = lambda *rows, own=attention.expand_kv: own(*through_pages(*rows))
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        for attention in attentions:
+            del attention.expand_kv
 
 
 @pytest.mark.parametrize("name", ["int4", "levels4", "int4+int8"])
