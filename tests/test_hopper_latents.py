@@ -103,6 +103,24 @@ def test_numbers_of_heads(fmt, heads, monkeypatch, tmp_path):
     serve(monkeypatch, tmp_path, fmt, heads, *((LENS, DECODE) if heads <= 32 else ((70, 5), (1, 1))))
 
 
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("implementation", ["hopper", "triton"])
+@pytest.mark.parametrize("fmt", ["int4", "int4+int8", "none"])
+def test_a_captured_call_follows_lengths_and_pages(fmt, implementation):
+    cache, batch, (slots, _), _ = cache_of(fmt, LENS, DECODE, device=DEVICE)
+    q = queries(cache, torch.bfloat16, 16, len(DECODE))
+    call, graph, slots = call_of(cache, batch, q, 1), torch.cuda.CUDAGraph(), slots.split(LENS)
+    implementations.run(implementation, call)  # compiles
+    with torch.cuda.graph(graph):
+        implementations.run(implementation, call)
+    for order, lens in (((0, 1, 2, 3), LENS), ((3, 0, 2, 1), (199, 64, 1, 33)), ((1, 3, 0, 2), (1, 33, 200, 1))):
+        batch["block_table"].copy_(batch["block_table"][list(order)]), batch["seq_lens"].copy_(torch.tensor(lens))
+        slots = [slots[s] for s in order]
+        call.out.fill_(torch.nan), call.lse.fill_(torch.nan)
+        graph.replay()
+        check(call, exact(cache, q, lens, DECODE, torch.cat([own[:n] for own, n in zip(slots, lens)])))
+
+
 @runs
 @pytest.mark.parametrize(
     "heads, arguments",
