@@ -1,6 +1,7 @@
 """Every format with every feature at every head size, against float64 over the dequantized cache: docs/features.md and its JSON.
 
     python benchmarks/feature_matrix.py [--implementation triton] [--device cuda] [--workers 12] [--requests "decode,verify of 4"]
+    python benchmarks/feature_matrix.py --formats latents --json benchmarks/results/features-latents.json    # of latents (MLA)
     python benchmarks/feature_matrix.py --page    # docs/features.md from the recorded runs (`RECORDED`); nothing is run
 
 Each case is one ragged call with a decode, a whole prefill, a chunk and a verification of four queries in it, or with the requests that are
@@ -30,7 +31,10 @@ from quantkv.maps import LayerMaps, LinearMap
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-RECORDED = {"Triton": ["features.json"], "Hopper": ["features-hopper-4.json", "features-hopper-8.json"]}  # what the page is made of
+RECORDED = {  # what the page is made of
+    "Triton": ["features.json", "features-latents.json"],
+    "Hopper": ["features-hopper-4.json", "features-hopper-8.json", "features-hopper-latents.json"],
+}
 FULL, PART, NONE = "●", "○", "–"
 SAID = {
     "plain": "none: causal",
@@ -38,21 +42,24 @@ SAID = {
     "map and offset": "any rotation and key means, with softcap and sinks",
 }  # features of the page that are called otherwise in the runs
 PAIRS = ["bf16/int4", "fp8_token/int4", "int2/tq4", "int4/tq3", "tq3/int2", "tq4/int8"]
+LATENTS = ["int4+bf16", "int4+int8", "int8+bf16", "levels4+bf16", "levels4+int8", "levels6+bf16", "bf16+bf16"]
 HEAD_SIZES = [(128, 128), (64, 64), (256, 256), (80, 80), (96, 96), (192, 128)]
+LATENT_SIZES = [(512, 64)]
 REQUESTS = {"decode": (1, 150), "prefill": (40, 40), "chunk": (21, 97), "verify of 4": (4, 130), "verify of 8": (8, 230)}  # queries, keys
 USUAL = list(REQUESTS)[:4]
 HK, GROUP, BLOCK = 2, 4, 16
+LATENT_HEADS = 16  # query heads that share a row of latents
 FEATURES = ["plain", "window", "softcap", "sinks", "ALiBi", "qq bias", "prefix ranges", "FP8 output", "map and offset"]
 
 
-def options_of(feature: str, requests: list[str], device: str) -> AttentionOptions:
+def options_of(feature: str, requests: list[str], heads: int, device: str) -> AttentionOptions:
     generator = torch.Generator().manual_seed(7)
     number = lambda *shape: torch.randn(*shape, generator=generator).to(device)
     return {
         "window": lambda: AttentionOptions(window=33),
         "softcap": lambda: AttentionOptions(softcap=3.0),
-        "sinks": lambda: AttentionOptions(sinks=number(HK * GROUP)),
-        "ALiBi": lambda: AttentionOptions(alibi_slopes=number(HK * GROUP).abs() / 8),
+        "sinks": lambda: AttentionOptions(sinks=number(heads)),
+        "ALiBi": lambda: AttentionOptions(alibi_slopes=number(heads).abs() / 8),
         "qq bias": lambda: AttentionOptions(qq_bias=number(48, 48)),
         "prefix ranges": lambda: AttentionOptions(
             window=40,
@@ -61,7 +68,7 @@ def options_of(feature: str, requests: list[str], device: str) -> AttentionOptio
             )[[list(REQUESTS).index(request) for request in requests]],
         ),
         "FP8 output": lambda: AttentionOptions(output_scale=0.02),
-        "map and offset": lambda: AttentionOptions(softcap=20.0, sinks=number(HK * GROUP)),
+        "map and offset": lambda: AttentionOptions(softcap=20.0, sinks=number(heads)),
     }.get(feature, AttentionOptions)()
 
 
@@ -83,7 +90,7 @@ def case(name: str, sizes: tuple[int, int], requests: list[str], implementation:
     d, d_v = sizes
     fmt, results = get_format(name), []
     try:
-        spec = fmt.cache_spec(HK, d, d_v, BLOCK)
+        spec = fmt.latent_spec(d, d_v, BLOCK) if fmt.latent else fmt.cache_spec(HK, d, d_v, BLOCK)
     except ValueError as error:
         return [dict(format=name, sizes=sizes, feature=f, refused=str(error)) for f in FEATURES]
     generator = torch.Generator().manual_seed(3)
@@ -93,23 +100,26 @@ def case(name: str, sizes: tuple[int, int], requests: list[str], implementation:
     table = torch.stack([torch.nn.functional.pad(p, (0, max(pages) - len(p)), value=10**6) for p in order])
     slots = torch.cat([table[s, torch.arange(n) // BLOCK] * BLOCK + torch.arange(n) % BLOCK for s, n in enumerate(lens)]).to(device)
     positions = torch.cat([torch.arange(n) for n in lens]).to(device)
+    heads, kv_heads = LATENT_HEADS if fmt.latent else HK * GROUP, spec.num_kv_heads
     key, value, q = (
         torch.randn(*shape, generator=generator).bfloat16().to(device)
-        for shape in ((len(slots), HK, d), (len(slots), HK, d_v), (sum(queries), HK * GROUP, d))
+        for shape in ((len(slots), kv_heads, d), (len(slots), kv_heads, d_v), (sum(queries), heads, spec.query_sizes[0]))
     )
     table, starts = table.int().to(device), torch.tensor([0, *queries], device=device).cumsum(0, dtype=torch.int32)
     batch = Batch(starts, torch.tensor(lens, device=device, dtype=torch.int32), max_query_len=max(queries))
     for feature in FEATURES:
+        if fmt.latent and feature == "map and offset":
+            continue  # latents have the rotation of their format, and no key mean
         maps = random_maps(d, d_v) if feature == "map and offset" else None
         cache = PagedCache(spec, sum(pages) + 3, device, maps=maps)
         cache.buffer.fill_(0xFF)  # NaN in every float that nothing writes
         # The reference writes, so that every implementation reads the same bytes.
         cache.write(key, value, slots, positions, implementation="reference")
-        options = options_of(feature, requests, device)
+        options = options_of(feature, requests, heads, device)
         want = exactly(q, cache, batch, table, without_fp8(options))
         low = eager(q, cache, slots, positions, batch, table, options)
         try:
-            out, _ = ops.attend(AttendCall(q, (cache.segment(table),), batch, options=options), implementation)
+            out, _ = ops.attend(call_over(q, cache, batch, table, options), implementation)
         except ValueError as error:
             results.append(dict(format=name, sizes=sizes, feature=feature, refused=str(error)))
             continue
@@ -123,20 +133,26 @@ def case(name: str, sizes: tuple[int, int], requests: list[str], implementation:
     return results
 
 
+def call_over(q, cache: PagedCache, batch: Batch, table: torch.Tensor, options: AttentionOptions) -> AttendCall:
+    """Attention over a cache. Queries of latents are absorbed: their scale is that of DeepSeek-V3, heads of 128 + 64 numbers."""
+    return AttendCall(q, (cache.segment(table),), batch, (128 + 64) ** -0.5 if cache.spec.latent else None, options)
+
+
 def without_fp8(options: AttentionOptions) -> AttentionOptions:
     return replace(options, output_scale=None)
 
 
 def exactly(q, cache: PagedCache, batch: Batch, table: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
     """Attention in float64."""
-    return compute(AttendCall(q, (cache.segment(table),), batch, options=options), torch.float64)[0]
+    return compute(call_over(q, cache, batch, table, options), torch.float64)[0]
 
 
 def eager(q, cache, slots, positions, batch, table, options):
     """The same attention over 16-bit copies of the dequantized rows, with the roundings of an eager 16-bit implementation."""
     keys, values = (t.bfloat16().float() for t in cache.dequantize(slots, positions))
-    plain = get_format("fp32")
-    exact = PagedCache(plain.cache_spec(HK, keys.shape[2], values.shape[2], BLOCK), cache.num_blocks, cache.device)
+    sizes, latent = (keys.shape[2], values.shape[2], BLOCK), cache.spec.latent
+    spec = get_format("fp32+fp32").latent_spec(*sizes) if latent else get_format("fp32").cache_spec(HK, *sizes)
+    exact = PagedCache(spec, cache.num_blocks, cache.device)
     exact.write(keys, values, slots, implementation="reference")
     # Probabilities that are rounded change the output by as much as rounding it does.
     out = exactly(q, exact, batch, table, without_fp8(options))
@@ -162,6 +178,9 @@ def page() -> str:
     worst = max(error / entry["budget"][request] for entry in ran for request, error in entry["error"].items())
     failed = sum(not passed(entry) for entry in ran)
     notes: list[str] = []
+    of_latents, of_pairs = (
+        {name: [e for e in of if get_format(e["format"]).latent == latent] for name, of in entries.items()} for latent in (True, False)
+    )
     return "\n".join(
         [
             "# Every feature with every format",
@@ -170,11 +189,17 @@ def page() -> str:
             "",
             f"{FULL}: Triton's kernels and Hopper's. {PART}: Triton's, on any GPU. {NONE}: refused by name. Numbers are notes below.",
             "",
-            *format_matrix(entries, notes),
+            *format_matrix(of_pairs, HEAD_SIZES, notes),
             "",
             f"A format's mark holds under every option that its implementation serves. {FULL}: served. {NONE}: refused by name.",
             "",
-            *option_table(entries, notes),
+            *option_table(of_pairs),
+            "",
+            "Latents (DeepSeek's MLA), 512 numbers and 64 rotated dimensions, 16 query heads:",
+            "",
+            *format_matrix(of_latents, LATENT_SIZES, notes),
+            "",
+            *option_table(of_latents),
             "",
             *(f"{at}. {note}" for at, note in enumerate(notes, 1)),
             "",
@@ -193,10 +218,13 @@ def page() -> str:
     )
 
 
-def format_matrix(entries: dict[str, list[dict]], notes: list[str]) -> list[str]:
+def format_matrix(entries: dict[str, list[dict]], of_sizes: list[tuple[int, int]], notes: list[str]) -> list[str]:
     """A line for each format, a column for each head size. notes: grows by what the marks refer to."""
-    sizes = [tuple(size) for size in sorted(HEAD_SIZES, key=lambda size: (size[0] != size[1], size))]
-    lines = ["| format, by head size | " + " | ".join(map(size_name, sizes)) + " |", "| --- |" + " :-: |" * len(sizes)]
+    sizes = [tuple(size) for size in sorted(of_sizes, key=lambda size: (size[0] != size[1], size))]
+    lines = [
+        f"| format, by {'numbers' if of_sizes is LATENT_SIZES else 'head size'} | " + " | ".join(map(size_name, sizes)) + " |",
+        "| --- |" + " :-: |" * len(sizes),
+    ]
     missing = {name: refused_everywhere(of) for name, of in entries.items()}
     for fmt in dict.fromkeys(entry["format"] for of in entries.values() for entry in of):
         cells = []
@@ -212,10 +240,12 @@ def format_matrix(entries: dict[str, list[dict]], notes: list[str]) -> list[str]
     return lines
 
 
-def option_table(entries: dict[str, list[dict]], notes: list[str]) -> list[str]:
+def option_table(entries: dict[str, list[dict]]) -> list[str]:
     """A line for each feature, a column for each implementation."""
     lines = ["| option | " + " | ".join(entries) + " |", "| --- |" + " :-: |" * len(entries)]
     for feature in FEATURES:
+        if not any(entry["feature"] == feature for of in entries.values() for entry in of):
+            continue
         cells = []
         for of in entries.values():
             refused = feature in refused_everywhere(of)
@@ -239,6 +269,8 @@ def references(reasons: list[str], notes: list[str]) -> str:
 
 
 def size_name(sizes: tuple[int, int]) -> str:
+    if sizes in LATENT_SIZES:
+        return " + ".join(map(str, sizes))
     return str(sizes[0]) if sizes[0] == sizes[1] else f"{sizes[0]}, V {sizes[1]}"
 
 
@@ -249,7 +281,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=12, help="processes: compiling is what takes time")
     parser.add_argument("--requests", default=",".join(USUAL), help=f"some of {', '.join(REQUESTS)}")
     parser.add_argument("--seconds", type=float, help="give up what is not done by then; it is listed and missing in the tables")
-    parser.add_argument("--formats", default=",".join([*available_formats(), *PAIRS]))
+    parser.add_argument("--formats", default=",".join([*available_formats(), *PAIRS]), help=f"latents: {','.join(LATENTS)}")
     parser.add_argument("--markdown", type=Path, default=ROOT / "docs" / "features.md")
     parser.add_argument("--json", type=Path, default=RESULTS / "features.json")
     parser.add_argument("--page", action="store_true", help="write the page from the recorded runs; run nothing")
@@ -260,7 +292,9 @@ def main() -> int:
     requests = args.requests.split(",")
     if unknown := [request for request in requests if request not in REQUESTS]:
         parser.error(f"--requests: {unknown} are none of {list(REQUESTS)}")
-    jobs = [(name, sizes, requests, args.implementation, args.device) for sizes in HEAD_SIZES for name in args.formats.split(",")]
+    named = LATENTS if args.formats == "latents" else args.formats.split(",")
+    formats = [(name, LATENT_SIZES if get_format(name).latent else HEAD_SIZES) for name in named]
+    jobs = [(name, sizes, requests, args.implementation, args.device) for name, of in formats for sizes in of]
     begun = time.monotonic()
     with get_context("spawn").Pool(args.workers) as pool:  # left behind, it ends what still runs
         results = [pool.apply_async(case, job) for job in jobs]
@@ -273,7 +307,8 @@ def main() -> int:
     what = f"implementation {args.implementation}; requests: {', '.join(requests)}"
     header = f"Measured on {where}, torch {torch.__version__}, {datetime.date.today()}, {what}."
     args.json.write_text(json.dumps(dict(header=header, entries=entries)) + "\n")
-    args.markdown.write_text(page())
+    if all((RESULTS / file).exists() for of in RECORDED.values() for file in of):
+        args.markdown.write_text(page())
     failures = [e for e in entries if not passed(e)]
     for e in failures:
         print("FAILED", e["format"], e["sizes"], e["feature"], {r: f"{error:.1e}/{e['budget'][r]:.1e}" for r, error in e["error"].items()})
