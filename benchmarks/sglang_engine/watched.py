@@ -9,6 +9,7 @@ from typing import Any
 
 from random_models import draw_weights_of
 
+TIMED = "timed-"  # how names of requests begin whose tokens are counted after each step
 FACTS, STEPS = "QUANTKV_BENCH_FACTS", "QUANTKV_BENCH_STEPS"  # of the environment: the files that take what the scheduler sees
 
 
@@ -34,26 +35,38 @@ def facts(scheduler: Any) -> dict[str, Any]:
 
 def watch() -> None:
     """Have the loader of dummy weights draw them, and a scheduler write its facts after its start, and a line for each step whose results
-    it has: the clock, "decode" or "prefill", sequences, new tokens, and whether a CUDA graph ran."""
+    it has: the clock, "decode" or "prefill", sequences, new tokens, whether a CUDA graph ran, and tokens so far of timed requests. A line
+    "retract" has the clock and how many requests lost their pages."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_loader import loader
 
     loader.initialize_dummy_weights = draw_weights_of
-    own_start, own_step = Scheduler.__init__, Scheduler.process_batch_result
+    own_start, own_step, own_retract = Scheduler.__init__, Scheduler.process_batch_result, ScheduleBatch.retract_decode
+    file: Any = None
 
     def start(self: Any, *args: Any, **named: Any) -> None:
+        nonlocal file
         own_start(self, *args, **named)
-        with open(os.environ[FACTS], "w") as file:
-            json.dump(facts(self), file)
-        self.quantkv_steps = open(os.environ[STEPS], "a", buffering=1)  # noqa: SIM115  as long as the scheduler lives
+        with open(os.environ[FACTS], "w") as found:
+            json.dump(facts(self), found)
+        file = open(os.environ[STEPS], "a", buffering=1)  # noqa: SIM115  as long as the scheduler lives
+
+    def write(*line: Any) -> None:
+        file.write(json.dumps([time.perf_counter(), *line]) + "\n")
 
     def step(self: Any, batch: Any, result: Any, *args: Any, **named: Any) -> Any:
         made = own_step(self, batch, result, *args, **named)
         decodes = batch.forward_mode.is_decode()
         tokens = len(batch.reqs) if decodes else int(getattr(batch, "extend_num_tokens", None) or 0)
         graph = getattr(result, "can_run_cuda_graph", None)
-        line = [time.perf_counter(), "decode" if decodes else "prefill", len(batch.reqs), tokens, None if graph is None else bool(graph)]
-        self.quantkv_steps.write(json.dumps(line) + "\n")
+        timed = {request.rid: len(request.output_ids) for request in batch.reqs if request.rid.startswith(TIMED)}
+        write("decode" if decodes else "prefill", len(batch.reqs), tokens, None if graph is None else bool(graph), timed)
         return made
 
-    Scheduler.__init__, Scheduler.process_batch_result = start, step
+    def retract(self: Any, *args: Any, **named: Any) -> Any:
+        made = own_retract(self, *args, **named)
+        write("retract", len(made[0]))
+        return made
+
+    Scheduler.__init__, Scheduler.process_batch_result, ScheduleBatch.retract_decode = start, step, retract

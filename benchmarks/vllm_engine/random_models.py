@@ -59,6 +59,32 @@ GEMMA_4 = {  # 26B, with a dense layer's inner size and no experts
     "tie_word_embeddings": True,
 }
 
+QWEN3_NEXT = {  # a quarter of the layers, and an eighth of the experts
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 12,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000000.0,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 64,
+    "num_experts_per_tok": 10,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+}
+
 
 def write_config(folder: Path, **geometry) -> str:
     folder.mkdir(parents=True, exist_ok=True)

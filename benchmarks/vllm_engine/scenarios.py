@@ -10,6 +10,7 @@ import torch
 import workers
 from answers import Answer, compare, prompts
 from connector import BenchConnector
+from traffic import Latencies, mix
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
@@ -122,41 +123,24 @@ def serving(llm, requests: int, rate: float, new: int = 256, shortest: int = 512
     """Requests that arrive at random (`rate` a second, exponential gaps), prompts from `shortest` to `longest` tokens (log-uniform):
     chunks of prompts are computed beside decode. Tokens a second from the first arrival to the last token; the time to the first
     token, and between tokens of a request, whole steps included."""
-    engine, rng = llm.llm_engine, np.random.default_rng(3)
-    arrivals = np.cumsum(rng.exponential(1 / rate, requests))
-    lengths = np.exp(rng.uniform(np.log(shortest), np.log(longest), requests)).astype(int).tolist()
-    inputs, waiting = prompts(requests, lengths, 9), list(range(requests))
-    last: dict[str, float] = {}
-    first, gaps, tokens, start = {}, [], 0, time.perf_counter()
+    engine, latencies = llm.llm_engine, Latencies()
+    waiting = list(enumerate(mix(requests, rate, (shortest, longest), (new, new))))
+    lengths = [arrival.prompt for _, arrival in waiting]
+    inputs, start = prompts(requests, lengths, 9), time.perf_counter()
     while waiting or engine.has_unfinished_requests():
         now = time.perf_counter() - start
-        while waiting and arrivals[waiting[0]] <= now:
-            i = waiting.pop(0)
-            engine.add_request(f"request-{i}", inputs[i], sampling(new))
-            last[f"request-{i}"] = now
+        while waiting and waiting[0][1].at <= now:
+            i, arrival = waiting.pop(0)
+            engine.add_request(f"request-{i}", inputs[i], sampling(arrival.answer))
+            latencies.arrived(f"request-{i}", now)
         if not engine.has_unfinished_requests():
             time.sleep(0.001)
             continue
         for o in engine.step():
-            count = len(o.outputs[0].token_ids)
-            if count:
-                now = time.perf_counter() - start
-                gap, last[o.request_id] = now - last[o.request_id], now
-                if o.request_id in first:
-                    gaps.append(gap)
-                else:
-                    first[o.request_id] = gap
-                tokens += count
+            if count := len(o.outputs[0].token_ids):
+                latencies.answered(o.request_id, count, time.perf_counter() - start)
     seconds = time.perf_counter() - start
-    return {
-        "requests": requests,
-        "rate": rate,
-        "prompt_tokens": sum(lengths),
-        "seconds": round(seconds, 2),
-        "tokens_per_s": round(tokens / seconds, 1),
-        "first_token_s": {p: round(float(np.percentile(list(first.values()), p)), 3) for p in (50, 99)},
-        "between_tokens_ms": {p: round(float(np.percentile(gaps, p)) * 1e3, 2) for p in (50, 90, 99)},
-    }
+    return {"requests": requests, "rate": rate, "prompt_tokens": sum(lengths), **latencies.found(seconds)}
 
 
 def speculative(llm, sequences: int, context: int, steps: int = 64, profile: bool = False) -> dict:
