@@ -11,7 +11,7 @@ line of results.jsonl in --out. Steps are timed in SGLang's scheduler, from the 
     fit     Llama-3-8B: tokens that fit (--memory), and nothing else
     mix     Llama-3-8B: requests that arrive at random, with mixed lengths (--mix): tokens a second, and latencies
     long    Llama-3-8B: long answers, all at once (--long)
-    retract two layers: greedy answers from a pool that holds half of them, so that SGLang retracts, beside those from a pool for all
+    retract two layers: greedy answers from a pool for a third of them, so that SGLang retracts, beside those from a pool for all
     hybrid  a quarter of Qwen3-Next's layers, of few experts: linear attention three times of four; steps as in decode (--decode)
     drafts  two layers that draft for themselves (STANDALONE): greedy answers beside those without drafts, and tokens accepted
 
@@ -59,7 +59,7 @@ TINY_SIZES = {
     "mix_prompt": (16, 128),
     "mix_answer": (8, 32),
     "long": (4, 16, 64),
-    "asked": (6, 48, 96),
+    "asked": (12, 48, 96),
 }
 GRAPHS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 OFFLINE = {
@@ -132,7 +132,7 @@ def asked_twice(job: str, kv_type: str, args: argparse.Namespace, steps_file: Pa
     plain = asking.answered(first, steps_file, inputs, answer)
     first.shutdown()
     if job == "retract":
-        more = {"max_total_tokens": count * (prompt + answer) // 2, "schedule_conservativeness": 0.3}
+        more = {"max_total_tokens": count * (prompt + answer) // 3, "schedule_conservativeness": 0.3}
     else:
         model = str(args.out / "models" / job)
         more = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": model, "speculative_num_steps": 3}
@@ -149,6 +149,8 @@ def measure(job: str, kv_type: str, args: argparse.Namespace) -> dict[str, Any]:
     for variable, value in OFFLINE.items():
         os.environ.setdefault(variable, value)
     os.environ["QUANTKV_BENCH_FACTS"], os.environ["QUANTKV_BENCH_STEPS"] = str(facts_file), str(steps_file)
+    if args.tiny:
+        os.environ["TRITON_INTERPRET"] = "1"  # SGLang's own kernels beside drafts
     if not kv_type.startswith("quantkv_"):
         os.environ["SGLANG_PLUGINS"] = "none"
     start = time.perf_counter()
