@@ -12,7 +12,7 @@ line of results.jsonl in --out. Steps are timed in SGLang's scheduler, from the 
     mix     Llama-3-8B: requests that arrive at random, with mixed lengths (--mix): tokens a second, and latencies
     long    Llama-3-8B: long answers, all at once (--long)
     retract two layers: greedy answers from a pool for a third of them, so that SGLang retracts, beside those from a pool for all
-    hybrid  a quarter of Qwen3-Next's layers, of few experts: linear attention three times of four; steps as in decode (--decode)
+    hybrid  a quarter of Qwen3-Next's layers, of few experts: linear attention in three of four; steps as in decode (--decode)
     drafts  two layers that draft for themselves (STANDALONE): greedy answers beside those without drafts, and tokens accepted
 
 --tiny runs any of them on a CPU: small sizes, float32, no graphs. SGLang's own type there is torch_native.
@@ -51,7 +51,9 @@ if __name__ == "__mp_main__":  # SGLang's scheduler
 SMALL = {"num_hidden_layers": 2, "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 2048}
 SMALL_JOBS, ASKED = ("smoke", "retract", "drafts"), ("retract", "drafts")
 TINY = {"num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 512}
-TINY_HYBRID = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 8}
+TINY_HYBRID = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
+TINY_HYBRID |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+TINY_HYBRID |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 TINY_SIZES = {
     "decode": [(4, 64)],
     "steps": 32,

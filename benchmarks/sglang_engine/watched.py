@@ -17,9 +17,11 @@ def facts(scheduler: Any) -> dict[str, Any]:
     """Choices of a scheduler: who attends, the pool, the graphs of decode, who serves."""
     runner = scheduler.tp_worker.model_runner
     size = runner.token_to_kv_pool.get_kv_size_bytes()
+    backend = getattr(runner.attn_backend, "full_attn_backend", runner.attn_backend)  # beside that of linear attention
+    pool = getattr(runner.token_to_kv_pool, "full_kv_pool", runner.token_to_kv_pool)
     found = {
-        "backend": type(runner.attn_backend).__name__,
-        "pool": type(runner.token_to_kv_pool).__name__,
+        "backend": type(backend).__name__,
+        "pool": type(pool).__name__,
         "pool_dtype": str(runner.kv_cache_dtype),
         "kv_tokens": runner.max_total_num_tokens,
         "kv_bytes": int(sum(size) if isinstance(size, tuple) else size),

@@ -76,13 +76,10 @@ QWEN3_NEXT = {  # a quarter of the layers, and an eighth of the experts
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
-    "decoder_sparse_step": 1,
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
     "num_experts": 64,
     "num_experts_per_tok": 10,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [],
 }
 
 
