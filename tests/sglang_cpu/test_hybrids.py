@@ -1,4 +1,4 @@
-"""The pool of a model that has layers of another kind beside attention, by SGLang's own pool of such models. None of them runs on a CPU."""
+"""The pool of a model that has layers of another kind beside attention, by SGLang's own pool of such models."""
 
 from types import SimpleNamespace
 

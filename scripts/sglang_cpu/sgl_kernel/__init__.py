@@ -1,7 +1,7 @@
 """A stand-in for SGLang's compiled operators, whose wheel on the package index needs CUDA: each name is there, and fails when called.
 
 SGLang imports some of these on a CPU; without Intel's AMX operators it computes a Llama model with its own native paths, and calls none.
-Models that draft call those of `chains`, which are there.
+Models that draft call those of `chains`, and linear attention those of `mamba`, which are there.
 Nothing in quantkv uses this: it is for trying, and testing, the plug-in on a machine without a GPU.
 """
 
