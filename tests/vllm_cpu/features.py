@@ -35,6 +35,7 @@ ASK = {"skip_tokenizer_init": True, "max_model_len": 256}
 SAME = 2e-4  # additions in another order
 RANK = 8
 SERVED, REFUSED, GPU_ONLY, NOT_RUN, WRONG = "served", "refused", "GPU only, not run", "not run", "WRONG"
+ON_H200 = "(equal answers on an H200: `notebook/2026-11-29-what-sleep-forgets.md`)"
 NAMED = f"{REFUSED} by name before the weights are loaded"
 
 
@@ -296,7 +297,7 @@ def sleep(folder: Path) -> str:
     return f"{GPU_ONLY}: vLLM refuses it on a CPU (equal answers after it on an H200: `notebook/2026-11-29-what-sleep-forgets.md`)"
 
 
-unasked("offloaded_weights", "Weights in the host's memory", "`cpu_offload_gb`", GPU_ONLY)
+unasked("offloaded_weights", "Weights in the host's memory", "`cpu_offload_gb`", f"{GPU_ONLY} {ON_H200}")
 tested(
     "tensor_parallel",
     "Tensor parallelism",
