@@ -294,7 +294,7 @@ def lora_preset(folder: Path) -> str:
 def sleep(folder: Path) -> str:
     report = engine.run(tiny_models.write("llama", folder / "model"), "quantkv_int4", **ASK, enable_sleep_mode=True)
     assert "Sleep mode is not supported on current platform" in report.error
-    return f"{GPU_ONLY}: vLLM refuses it on a CPU (equal answers after it on an H200: `notebook/2026-11-29-what-sleep-forgets.md`)"
+    return f"{GPU_ONLY}: vLLM refuses it on a CPU {ON_H200}"
 
 
 unasked("offloaded_weights", "Weights in the host's memory", "`cpu_offload_gb`", f"{GPU_ONLY} {ON_H200}")
