@@ -33,9 +33,11 @@ def steps_of(file: Path) -> list[list]:
 def greedy(llm: Any, inputs: list[list[int]], tokens: int = 32) -> tuple[list[Answer], list[int]]:
     """Greedy answers of requests that are asked together, and how many tokens of each prompt were in the radix cache."""
     outputs = ask(llm, inputs, tokens, logprobs=True)
-    infos = [output["meta_info"] for output in outputs]
-    logs = [[float(entry[0]) for entry in info["output_token_logprobs"]] for info in infos]
-    return [(list(output["output_ids"]), of) for output, of in zip(outputs, logs)], [info["cached_tokens"] for info in infos]
+    return answers_of(outputs), [output["meta_info"]["cached_tokens"] for output in outputs]
+
+
+def answers_of(outputs: list[dict]) -> list[Answer]:
+    return [(list(output["output_ids"]), [float(entry[0]) for entry in output["meta_info"]["output_token_logprobs"]]) for output in outputs]
 
 
 def smoke(llm: Any) -> dict[str, Any]:
@@ -154,13 +156,12 @@ def answered(llm: Any, steps_file: Path, inputs: list[list[int]], tokens: int) -
         input_ids=inputs, sampling_params=[{"temperature": 0, "max_new_tokens": n} for n in lengths], return_logprob=True
     )
     seconds, infos = time.perf_counter() - start, [output["meta_info"] for output in outputs]
-    logs = [[float(entry[0]) for entry in info["output_token_logprobs"]] for info in infos]
     found = {
         "all_finished": [len(output["output_ids"]) for output in outputs] == lengths,
         "seconds": round(seconds, 2),
         "tokens_per_s": round(sum(lengths) / seconds, 1),
         "retracted": retracted(steps_of(steps_file)[began:]),
-        "answers": [(list(output["output_ids"]), of) for output, of in zip(outputs, logs)],
+        "answers": answers_of(outputs),
     }
     if made := sum(info.get("spec_verify_ct", 0) for info in infos):
         found |= {"drafted": sum(info["spec_num_proposed_drafts"] for info in infos)}
