@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...calls import AttendCall, Batch, Segment
+from ...calls import AttendCall, Batch, PagedTensor, Segment
+from ...format import Codec
 from ...kept import Kept
 from ...maps import LinearMap
 from ...reads import window_size
@@ -18,7 +19,9 @@ from .compiling import missing
 from .threads import in_parts
 
 SUPPORTED = frozenset(("causal", "window", "chunk_lookback", "softcap", "sinks", "output_scale", "batch_invariant"))
+LATENTS = True
 MOST_QUERIES = 16  # of a sequence: larger products are for the reference, which leaves them to a BLAS
+MOST_LATENT_ROWS = 16  # queries of a sequence and all heads, over latents: rows so long are for a BLAS sooner
 SMALLEST_PART = 1 << 17  # numbers that a thread reads: fewer are not worth waking one
 
 
@@ -31,6 +34,9 @@ def refusal(call: AttendCall) -> str | None:
     queries = _most_queries(call.batch)
     if queries > MOST_QUERIES:
         return f"a sequence has {queries} queries: at most {MOST_QUERIES}"
+    rows = queries * call.q.shape[1]
+    if call.segments[0].fmt.latent and rows > MOST_LATENT_ROWS:
+        return f"a sequence has {rows} queries of all heads over latents: at most {MOST_LATENT_ROWS}"
     reasons = (sides.refusal(side, codec) for s in call.segments for side, codec in ((s.k, s.fmt.k), (s.v, s.fmt.v)))
     return next(filter(None, reasons), None)
 
@@ -143,24 +149,36 @@ def _attend_segment(
 
     (k, v, fmt), maps, heads = segment[:3], segment.maps, segment.k.codes.shape[2]
     q = call.q.detach().float()
-    scale = call.scale * k.scale
-    by_map = matrix(sides.query_matrix, maps.k, fmt.k.planes, scale)
-    mapped = (q * scale).unflatten(-1, (-1, fmt.k.planes)).mT.flatten(-2) if by_map is None else _by_head(q, by_map, heads)
+    parts = q.split(segment.stored_sizes, -1) if fmt.latent else (q,)
+    met = (k, fmt.k, maps.k), (v, fmt.v, maps.v)  # of rows that are no latents the first alone
+    queries = torch.cat([_for_keys(part, *side, call.scale, matrix, heads) for part, side in zip(parts, met)], -1)
     key_mean = None if maps.k is None else maps.k.key_mean
     mean_scores = q.new_empty(*q.shape[:2], 0) if key_mean is None else _by_head(q * call.scale, key_mean.permute(1, 2, 0), heads)
     out, lse = q.new_empty(*q.shape[:2], segment.head_size_v), q.new_empty(q.shape[:2])
     sums, totals = np.empty((plan.packed_rows, segment.head_size_v), np.float32), np.empty((plan.packed_rows, 2), np.float32)
-    key, value, size = traits[0].of(k), traits[1].of(v), k.codes.shape[1]
+    key, other, size = traits[0].of(k), traits[1].of(v), k.codes.shape[1]
+    rotated, value = (other, key) if fmt.latent else (other[:0], other)
     where = (size, plan.chunks, plan.pages, plan.starts, plan.seen, plan.origins)
-    what = (key, value, mapped.contiguous().numpy(), mean_scores.contiguous().numpy(), call.options.softcap, sums, totals)
+    what = (key, rotated, value, queries.contiguous().numpy(), mean_scores.contiguous().numpy(), call.options.softcap, sums, totals)
     smallest = SMALLEST_PART // (kernels.CHUNK * (q.shape[2] + segment.head_size_v))
     in_parts(len(plan.chunks) * heads, smallest, lambda first, last: kernels.attend_chunks(first, last, *where, *what))
     kernels.combine_chunks(plan.chunks, plan.first, plan.starts, sums, totals, out.numpy(), lse.numpy())
-    by_map = matrix(sides.output_matrix, maps.v, fmt.v.planes, v.scale)
+    side, codec, value_map = segment.values
+    by_map = matrix(sides.output_matrix, value_map, codec.planes, side.scale)
     if by_map is not None:
         return _by_head(out, by_map, heads), lse
-    out = out.unflatten(-1, (fmt.v.planes, -1)).mT.flatten(-2)
-    return out if v.scale == 1 else out * v.scale, lse
+    out = out.unflatten(-1, (codec.planes, -1)).mT.flatten(-2)
+    return out if side.scale == 1 else out * side.scale, lse
+
+
+def _for_keys(
+    q: torch.Tensor, side: PagedTensor, codec: Codec, map_: LinearMap | None, scale: float, matrix: Callable, heads: int
+) -> torch.Tensor:
+    """Queries `[T, HQ, D]` as they meet what a side stores: mapped, in its planes and scaled."""
+    by_map = matrix(sides.query_matrix, map_, codec.planes, scale * side.scale)
+    if by_map is not None:
+        return _by_head(q, by_map, heads)
+    return (q * (scale * side.scale)).unflatten(-1, (-1, codec.planes)).mT.flatten(-2)
 
 
 def _by_head(rows: torch.Tensor, matrix: torch.Tensor, heads: int) -> torch.Tensor:

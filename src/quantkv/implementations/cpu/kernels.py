@@ -156,9 +156,9 @@ def read(side, page, slot, head, count, tile, scales, biases):
 
 
 @njit(fastmath=SUMS)
-def score_keys(key, pages, first, last, size, head, queries, sums, low, high, mean_scores, origin, tile, scores):
+def score_keys(key, pages, first, last, size, head, queries, sums, low, high, mean_scores, origin, tile, scores, added):
     """`scores [C, CHUNK]` of the keys in slots first to last, CHUNK of them from first rounded down, for each of the packed query rows
-    `queries [C, D]` that sees them: from `low[c]` to before `high[c]`."""
+    `queries [C, D]` that sees them: from `low[c]` to before `high[c]`. added: whether they come to those that are there."""
     start, packed_rows = first // CHUNK * CHUNK, queries.shape[0]
     scales, biases = np.empty(ROWS, f32), np.empty(ROWS, f32)
     signed, buckets, bits = key[SIGNED] != 0, mean_scores.shape[1], key[BUCKET_BITS]
@@ -175,7 +175,7 @@ def score_keys(key, pages, first, last, size, head, queries, sums, low, high, me
                 score = dot * scales[r] + sums[c] * biases[r]
                 if buckets and (not signed or scales[r] >= ZERO):
                     score += mean_scores[c, min((origin + slot + r) >> bits, buckets - 1)]
-                scores[c, slot + r - start] = score
+                scores[c, slot + r - start] = score + (scores[c, slot + r - start] if added else ZERO)
         slot += count
 
 
@@ -232,17 +232,20 @@ def add_values(value, pages, first, last, size, head, low, high, weights, tile, 
 F2, F3, I1, I2 = float32[:, ::1], float32[:, :, ::1], int64[::1], int64[:, ::1]
 
 
-@compiled(void(int64, int64, int64, I2, I2, I1, I2, I1, I1, I1, F3, F3, float32, F2, F2), fastmath=SUMS, nogil=True)
-def attend_chunks(first, last, size, chunks, pages, starts, seen, origins, key, value, queries, mean_scores, softcap, sums, totals):
+@compiled(void(int64, int64, int64, I2, I2, I1, I2, I1, I1, I1, I1, F3, F3, float32, F2, F2), fastmath=SUMS, nogil=True)
+def attend_chunks(
+    first, last, size, chunks, pages, starts, seen, origins, key, rotated, value, queries, mean_scores, softcap, sums, totals
+):
     """Chunks first to last (heads innermost) of the work: each is one kv head and CHUNK slots of one sequence.
 
     size: slots of a page. chunks: `[N, 3]`, a sequence, its first slot, and where the chunk's packed query rows begin in sums and totals.
     pages `[S, pages]`. starts `[S + 1]`: where a sequence's queries begin. seen `[T, 2]`: which slots a query sees, from, to before.
-    origins `[S]`: the position of slot 0. queries `[T, HQ, D]`: mapped and scaled, in planes. mean_scores `[T, HQ, buckets]`: what the
-    keys' key mean adds to a score. sums `[rows, D_V]`, totals `[rows, 2]`: weighted values; the largest score and the sum of weights.
+    origins `[S]`: the position of slot 0. rotated: of latents, the side with their rotated dimensions; of other keys empty. queries
+    `[T, HQ, D]`: mapped and scaled, in planes, those to rotated dimensions last. mean_scores `[T, HQ, buckets]`: what the keys' key mean
+    adds to a score. sums `[rows, D_V]`, totals `[rows, 2]`: weighted values; the largest score and the sum of weights.
     """
-    heads = key[HEADS]
-    group, head_size = queries.shape[1] // heads, queries.shape[2]
+    heads, head_size = key[HEADS], key[SIZE]
+    group, rotated_size = queries.shape[1] // heads, queries.shape[2] - head_size
     tile = np.empty((ROWS, max(head_size, value[SIZE])), f32)
     for work in range(first, last):
         chunk, head = work // heads, work % heads
@@ -251,6 +254,7 @@ def attend_chunks(first, last, size, chunks, pages, starts, seen, origins, key, 
         packed_rows = group * count
         row += head * packed_rows
         rows, by_bucket = np.empty((packed_rows, head_size), f32), np.empty((packed_rows, mean_scores.shape[2]), f32)
+        rotated_rows, rotated_sums = np.empty((packed_rows, rotated_size), f32), np.zeros(packed_rows, f32)
         low, high, sums_q = np.empty(packed_rows, np.int64), np.empty(packed_rows, np.int64), np.zeros(packed_rows, f32)
         least, most = begin + CHUNK, begin
         for c in range(packed_rows):
@@ -261,10 +265,16 @@ def attend_chunks(first, last, size, chunks, pages, starts, seen, origins, key, 
             for d in range(head_size):
                 rows[c, d] = queries[t, h, d]
                 sums_q[c] += queries[t, h, d]
+            for d in range(rotated_size):
+                rotated_rows[c, d] = queries[t, h, head_size + d]
+                rotated_sums[c] += queries[t, h, head_size + d]
             for b in range(mean_scores.shape[2]):
                 by_bucket[c, b] = mean_scores[t, h, b]
         scores = np.empty((packed_rows, CHUNK), f32)
-        score_keys(key, pages[sequence], least, most, size, head, rows, sums_q, low, high, by_bucket, origins[sequence], tile, scores)
+        where = pages[sequence], least, most, size, head
+        score_keys(key, *where, rows, sums_q, low, high, by_bucket, origins[sequence], tile, scores, False)
+        if rotated_size:
+            score_keys(rotated, *where, rotated_rows, rotated_sums, low, high, by_bucket, origins[sequence], tile, scores, True)
         for c in range(packed_rows):
             totals[row + c, 0], totals[row + c, 1] = LOWEST, ZERO
             sums[row + c] = ZERO
