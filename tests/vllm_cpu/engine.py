@@ -70,6 +70,7 @@ def run(
     *,
     tokens: int = 1,
     rounds: int = 1,
+    singly: int = 0,
     scored: bool = False,
     preempted: int = 0,
     environment: Any = None,
@@ -77,11 +78,11 @@ def run(
 ) -> Report:
     """Ask an engine with these arguments of vLLM's `LLM` to continue `prompts` greedily by `tokens` tokens, `rounds` times.
 
-    prompts: texts, or lists of tokens. scored: whether the tokens of prompts get log-probabilities too; then none is taken from
-    the prefix cache. preempted: tokens of an answer after which all that run lose their blocks, once; 0: never. environment: variables
-    for the engine. The same question is asked once a session.
+    prompts: texts, or lists of tokens. singly: rounds, the first ones, in which each prompt waits for the answer before it. scored: whether
+    the tokens of prompts get log-probabilities too; then none is taken from the prefix cache. preempted: tokens of an answer after which
+    all that run lose their blocks, once; 0: never. environment: variables for the engine. The same question is asked once a session.
     """
-    asked = [tokens, rounds, scored, preempted, environment or {}]
+    asked = [tokens, rounds, singly, scored, preempted, environment or {}]
     return _run(json.dumps([model, kv_cache_dtype, list(prompts), *asked, {**COMMON, **arguments}]))
 
 
@@ -124,6 +125,7 @@ def _report(
     prompts: list,
     tokens: int,
     rounds: int,
+    singly: int,
     scored: bool,
     preempted_after: int,
     environment: dict,
@@ -153,7 +155,10 @@ def _report(
         temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0, prompt_logprobs=0 if scored else None, detokenize=False
     )
     asked = [prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt in prompts]
-    answers = [_answers(llm.generate(asked, sampling, use_tqdm=False)) for _ in range(rounds if prompts else 0)]
+    answers = []
+    for number in range(rounds if prompts else 0):
+        batches = [[prompt] for prompt in asked] if number < singly else [asked]
+        answers.append(_answers([output for batch in batches for output in llm.generate(batch, sampling, use_tqdm=False)]))
     metrics = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     return {
         "answers": answers,

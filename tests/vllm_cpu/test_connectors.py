@@ -1,7 +1,7 @@
 """vLLM's KV connectors over quantkv's pages: what leaves the engine and comes back says what pages that stayed say, to the last bit.
 
-One prompt runs at a time, so that a prompt that begins with pages that came back is computed in the same steps as one that finds them in
-the prefix cache: the numbers are the same, and no tolerance is needed.
+One prompt runs at a time but where a test says so, so that a prompt that begins with pages that came back is computed in the same steps as
+one that finds them in the prefix cache: the numbers are the same, and no tolerance is needed.
 """
 
 import re
@@ -52,6 +52,34 @@ def test_pages_that_were_offloaded_say_the_same(smollm2, stored):
     assert blocks >= 20 and moved["stored"] == blocks
     assert blocks / 2 < moved["loaded"] <= blocks  # some found room where they were
     assert report.answers == plain.answers
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+def test_pages_come_back_under_load(tmp_path, layout):
+    """Twelve prompts at once, on three beginnings, with room for four of them: blocks leave and come back while others run.
+
+    The first round asks one prompt after another, so that pages have the same bytes; the other rounds ask all together. Fewer run at once
+    with less room, and sums end in other bits then. The first token reads pages that came back alone: its log-probability is within 1e-4.
+    The tokens after it read new rows too, of which a sum's last bit may move a code: 0.01. Blocks that end within an answer would preempt.
+    """
+    folder = tiny_models.write("llama", tmp_path / "model")
+    given = [tiny_models.prompt(n // 4, 96) + tiny_models.prompt(10 + n, BLOCK * (2 + n % 6) + 1 + n % 8) for n in range(12)]
+    asked = {"rounds": 3, "singly": 1, "tokens": 8, "skip_tokenizer_init": True, "max_model_len": 256, "max_num_seqs": len(given)}
+    asked |= {"enable_prefix_caching": True, "environment": {"VLLM_KV_CACHE_LAYOUT": layout}}
+    connector = offloading(spec_name="HostOffloadingSpec", spec_module_path="host_offloading")
+    stay = engine.run(folder, "quantkv_int4", given, **asked, num_gpu_blocks_override=400)
+    report = engine.run(folder, "quantkv_int4", given, **asked, num_gpu_blocks_override=36, kv_transfer_config=connector)
+    for one in (stay, report):
+        assert (one.error, one.layout, one.preemptions) == ("", layout, 0) and one.classes == {IMPLEMENTATION}
+    loaded = [int(blocks) for blocks in re.findall(r"host_offloading: loaded (\d+) blocks", report.log)]
+    blocks = sum((len(prompt) - 1) // BLOCK for prompt in given) - 9 * 96 // BLOCK  # nine prompts find their beginning there
+    assert len(loaded) >= 2 * len(given) and sum(loaded) > 1.5 * blocks
+    assert report.answers[0] == stay.answers[0]
+    for here, there in zip(stay.answers[1:], report.answers[1:]):
+        assert there.cached == here.cached == [(len(prompt) - 1) // BLOCK * BLOCK for prompt in given]
+        assert there.tokens == here.tokens
+        assert [row[0] for row in there.logprobs] == pytest.approx([row[0] for row in here.logprobs], abs=1e-4)
+        assert there.logprobs == [pytest.approx(row, abs=0.01) for row in here.logprobs]
 
 
 def test_packed_blocks_that_were_offloaded_say_the_same(tmp_path):
