@@ -1,4 +1,5 @@
-"""In PyTorch, the CPU operators that models without recurrences need and that vLLM's wheel on the package index, built for CUDA, lacks.
+"""In PyTorch, CPU operators that vLLM's wheel on the package index, built for CUDA, lacks: those of attention, experts, drafts, and of
+Qwen3-Next's linear attention. Other recurrences have none here.
 
 vLLM loads it as it loads any plug-in, in every process. Where an operator exists, as in vLLM's own CPU builds, that one stays.
 Nothing in quantkv uses this: it is for trying, and testing, the plug-in on a machine without a GPU.
@@ -196,6 +197,116 @@ def gelu_quick(output: torch.Tensor, rows: torch.Tensor) -> None:
     output.copy_(rows * torch.sigmoid(1.702 * rows))
 
 
+def causal_conv1d_update(
+    rows: torch.Tensor,
+    states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    slots: torch.Tensor,
+    starts: torch.Tensor | None,
+    padding: int,
+) -> torch.Tensor:
+    """One row of each request, behind the rows in its state. rows `[N, C]`, states `[slots, C, width - 1]`, weight `[C, width]`."""
+    seen = torch.cat([states[slots.long()], rows.to(states.dtype)[:, :, None]], -1)
+    states[slots.long()] = seen[:, :, 1:]
+    output = (seen.float() * weight.float()).sum(-1) + (0 if bias is None else bias.float())
+    return (torch.nn.functional.silu(output) if activation in ("silu", "swish") else output).to(rows.dtype)
+
+
+def gdn_gating(a_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each token and head: the logarithm of what a state keeps, and the share of a new row that goes into it."""
+    return -a_log.float().exp() * torch.nn.functional.softplus(a.float() + dt_bias.float()), b.float().sigmoid()
+
+
+def delta_rule(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kept: torch.Tensor, share: torch.Tensor, state: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The gated delta rule of one request -> what each token reads, and the state behind it. query, key `[T, HK, D]`, value `[T, H, E]`,
+    kept and share `[T, H]`, state `[H, D, E]`."""
+    found, groups = [], value.shape[1] // key.shape[1]
+    query, key = (torch.nn.functional.normalize(t.float(), dim=-1, eps=1e-6).repeat_interleave(groups, 1) for t in (query, key))
+    for q, k, v, g, beta in zip(query * query.shape[-1] ** -0.5, key, value.float(), kept, share):
+        state = state * g.exp()[:, None, None]
+        change = (v - torch.einsum("hd,hde->he", k, state)) * beta[:, None]
+        state = state + torch.einsum("hd,he->hde", k, change)
+        found.append((torch.einsum("hd,hde->he", q, state), state))
+    return found
+
+
+def chunk_gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kept: torch.Tensor,
+    share: torch.Tensor,
+    states: torch.Tensor,
+    output_final_state: bool,
+    starts: torch.Tensor,
+    head_first: bool,
+    normalized: bool,
+    slots: torch.Tensor,
+    epsilon: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts, each of whose states stays behind its last token."""
+    output = torch.empty_like(value)
+    for slot, (start, stop) in zip(slots.tolist(), pairwise(starts.tolist())):
+        rows = slice(start, stop)
+        read = delta_rule(query[0, rows], key[0, rows], value[0, rows], kept[rows], share[rows], states[slot].float())
+        output[0, rows] = torch.stack([row for row, _ in read]).to(output.dtype)
+        states[slot] = read[-1][1]
+    return output, states.new_empty(0)  # which nobody reads
+
+
+def delta_rule_update(
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    states: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    normalized: bool,
+    beta: float,
+    threshold: float,
+) -> torch.Tensor:
+    """One token of each request."""
+    output = chunk_gated_delta_rule(
+        query, key, value, *gdn_gating(a_log, a, b, dt_bias), states, True, starts, False, normalized, slots, 0.0
+    )[0]
+    return output.transpose(0, 1)
+
+
+def delta_rule_update_drafts(
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    states: torch.Tensor,
+    slots: torch.Tensor,
+    taken: torch.Tensor,
+    starts: torch.Tensor,
+    normalized: bool,
+    beta: float,
+    threshold: float,
+) -> torch.Tensor:
+    """Drafted tokens of each request, behind the last one that was taken; the state behind each has a slot of its own."""
+    kept, share = gdn_gating(a_log, a, b, dt_bias)
+    output = torch.empty_like(value)
+    for own, count, (start, stop) in zip(slots.tolist(), taken.tolist(), pairwise(starts.tolist())):
+        rows = slice(start, stop)
+        read = delta_rule(query[rows], key[rows], value[rows], kept[rows], share[rows], states[own[count - 1]].float())
+        for token, (slot, (row, state)) in enumerate(zip(own, read), start):
+            output[token], states[slot] = row.to(output.dtype), state
+    return output
+
+
 OPERATORS = {
     "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,
     "greedy_argmax(Tensor logits) -> Tensor": lambda logits: logits.argmax(-1).view(-1),
@@ -213,6 +324,16 @@ OPERATORS = {
     "copy_and_expand_eagle_inputs_kernel_impl(Tensor tokens, Tensor positions, Tensor following, Tensor(a!) out_tokens, "
     "Tensor(b!) out_positions, Tensor(c!) rejected, Tensor(d!) masked, Tensor(e!) new_at, Tensor(f!) moved_to, Tensor starts, "
     "Tensor lasts, int padding_token, int drafting_token, int all, int slots, bool shift) -> ()": copy_and_expand_eagle_inputs_kernel_impl,
+    "causal_conv1d_update_cpu_vec(Tensor rows, Tensor(a!) states, Tensor weight, Tensor? bias, str? activation, Tensor slots, "
+    "Tensor? starts, int padding) -> Tensor": causal_conv1d_update,
+    "fused_gdn_gating_cpu(Tensor a_log, Tensor a, Tensor b, Tensor dt_bias) -> (Tensor, Tensor)": gdn_gating,
+    "chunk_gated_delta_rule_cpu(Tensor query, Tensor key, Tensor value, Tensor kept, Tensor share, Tensor(a!) states, bool final, "
+    "Tensor starts, bool head_first, bool normalized, Tensor slots, float epsilon) -> (Tensor, Tensor)": chunk_gated_delta_rule,
+    "fused_sigmoid_gating_delta_rule_update_cpu(Tensor a_log, Tensor dt_bias, Tensor query, Tensor key, Tensor value, Tensor a, Tensor b, "
+    "Tensor(a!) states, Tensor slots, Tensor starts, bool normalized, float beta, float threshold) -> Tensor": delta_rule_update,
+    "fused_sigmoid_gating_delta_rule_update_spec_cpu(Tensor a_log, Tensor dt_bias, Tensor query, Tensor key, Tensor value, Tensor a, "
+    "Tensor b, Tensor(a!) states, Tensor slots, Tensor taken, Tensor starts, bool normalized, float beta, float threshold) "
+    "-> Tensor": delta_rule_update_drafts,
     "gelu_new(Tensor(a!) output, Tensor rows) -> ()": gelu_by_tanh,
     "gelu_fast(Tensor(a!) output, Tensor rows) -> ()": gelu_by_tanh,
     "gelu_quick(Tensor(a!) output, Tensor rows) -> ()": gelu_quick,
@@ -229,6 +350,8 @@ def register() -> None:
     if _library is not None or not current_platform.is_cpu():
         return
     _library = torch.library.Library("_C", "FRAGMENT")
+    if not hasattr(torch.ops._C, "causal_conv1d_fwd_cpu"):  # convolutions by this CPU's own instructions
+        torch.cpu._is_avx512_bf16_supported = torch.cpu._is_amx_tile_supported = lambda: False
     for schema, function in OPERATORS.items():
         name = schema.split("(")[0]
         if not hasattr(torch.ops._C, name):

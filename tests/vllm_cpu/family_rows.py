@@ -45,9 +45,9 @@ REASONS = {  # of an engine that does not start, by a part of its log
     "was supported in vLLM until": f"{NOT_RUN}: vLLM 0.33 lacks the model",
     "No module named 'torchvision'": f"{NOT_RUN}: vLLM's model needs torchvision",
     "_, routing_weights, selected_experts = self.router(": f"{NOT_RUN}: vLLM's Transformers backend fails in the model's router",
+    "CPU GDN attention requires": f"{NOT_RUN}: vLLM's linear attention of a CPU takes bfloat16 alone",
     **dict.fromkeys(
         (
-            "CPU GDN attention requires",
             "module 'triton' has no attribute",
             "has no attribute 'mamba_chunk_scan_fwd_cpu'",
             "has no attribute 'selective_scan_fwd'",

@@ -259,6 +259,15 @@ tested(
 )
 
 
+tested(
+    "mtp_of_qwen3_next",
+    "Drafts: MTP, of Qwen3-Next",
+    '`speculative_config` of `"mtp"`',
+    f"{SERVED}: the tokens of transformers, in bfloat16",
+    "test_drafts.py::test_drafts_of_qwen3_next",
+)
+
+
 @feature("LoRA adapters", "`enable_lora`")
 def lora(folder: Path) -> str:
     model = tiny_models.write("llama", folder / "model")
@@ -319,17 +328,19 @@ def pipeline(folder: Path) -> str:
     return "served: the tokens of one rank; a preset has no statistics then, and the log says so"
 
 
-@feature("Data parallelism", "`vllm serve --data-parallel-size 2`")
-def data_parallel(folder: Path) -> str:
-    try:
-        with served(folder, "quantkv_int4", "--data-parallel-size", "2") as port:
-            found = [completion(port, prompt) for prompt in PROMPTS * 2]
-    except RuntimeError as error:
-        if "IndexError: list index out of range" in str(error):  # each engine takes a node of its own, by its number
-            return f"{NOT_RUN}: on a CPU vLLM wants a node of memory for each engine"
-        raise
-    assert found[:3] == found[3:] and all(found)
-    return "served: a server of two engines answers"
+tested(
+    "data_parallel",
+    "Data parallelism",
+    "`vllm serve --data-parallel-size 2`",
+    f"{SERVED}: from each engine the tokens of one engine; engines share a node of memory by `CPU_VISIBLE_MEMORY_NODES=0,0`",
+    "test_data_parallel.py",
+)
+unasked(
+    "data_parallel_experts",
+    "Data parallelism, of experts",
+    "`vllm serve --data-parallel-size 2`, a mixture of experts",
+    f"{GPU_ONLY}: on a CPU vLLM's engines cannot gather each other's rows",
+)
 
 
 @feature("Context parallelism", "`decode_context_parallel_size=2`")
@@ -607,9 +618,10 @@ def smollm2() -> str:
 
 
 class served:
-    """A server of SmolLM2 at a free port, while the context lasts."""
+    """A server of SmolLM2 at a free port, while the context lasts. folder: takes server.log. more: of vLLM's arguments.
+    variables: of its environment."""
 
-    def __init__(self, folder: Path, kv_cache_dtype: str, *more: str) -> None:
+    def __init__(self, folder: Path, kv_cache_dtype: str, *more: str, **variables: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -628,7 +640,7 @@ class served:
         command += ["--kv-cache-dtype", kv_cache_dtype, "--attention-backend", "CUSTOM", "--dtype", "float32", "--max-model-len", "512"]
         command += ["--enforce-eager", "--compilation-config", '{"custom_ops": ["none"]}', "--max-num-seqs", "8", *more]
         environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **variables}
         self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log, start_new_session=True, env=environment)
 
     def __enter__(self) -> int:
@@ -655,8 +667,11 @@ class served:
         self.log.close()
 
 
-def completion(port: int, prompt: list[int]) -> str:
-    body = json.dumps({"model": "m", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"})
+def completion(port: int, prompt: list[int], engine: int) -> tuple[list[int], list[float]]:
+    """The tokens with which a server goes on, and their log-probabilities. engine: by number, the one of several that is asked."""
+    asked = {"model": "m", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    headers = {"Content-Type": "application/json", "X-data-parallel-rank": str(engine)}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(asked | {"logprobs": 0}).encode(), headers)
     with urllib.request.urlopen(request, timeout=300) as answer:
-        return json.load(answer)["choices"][0]["text"]
+        said = json.load(answer)["choices"][0]
+    return said["token_ids"], said["logprobs"]["token_logprobs"]

@@ -44,6 +44,15 @@ def latents(tmp_path_factory):
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def linear(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("linear")
+    tiny_models.write("linear", folder)
+    tiny_models.follow_tokens(folder, layers=0.25, head=0.5)
+    tiny_models.add_mtp_of_qwen3_next(folder)
+    return str(folder)
+
+
 def ask(folder, name, prompts=PROMPTS, **given):
     report = engine.run(folder, f"quantkv_{name}", prompts, **ARGUMENTS, **given)
     assert report.error == ""
@@ -137,3 +146,17 @@ def test_drafts_of_latents(latents, count):
     assert report.formats == ["fp32+fp32"] * 3 and report.drafted > 0
     plain, found = ask(latents, "int8"), ask(latents, "int8", speculative_config=given)
     assert found.answers[0].tokens == plain.answers[0].tokens
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_drafts_of_qwen3_next(linear, count):
+    """Its own layer that drafts, beside layers whose states go back to the last draft that was right. vLLM's linear attention of a CPU
+    takes bfloat16 alone."""
+    given = {"speculative_config": {"method": "mtp", "num_speculative_tokens": count}, "dtype": "bfloat16"}
+    for name, kind in (("none", "bf16"), ("int8", "int8")):
+        plain, found = ask(linear, name, dtype="bfloat16"), ask(linear, name, **given)
+        assert same_tokens(found, linear) and same_tokens(plain, linear)
+        assert plain.formats == [kind] and found.formats == [kind] * 2  # the model's, and the layer's that drafts
+        assert found.drafted > found.accepted >= 20
+        for one, other in zip(found.answers[0].logprobs, plain.answers[0].logprobs):
+            assert one == pytest.approx(other, abs=0.1)

@@ -74,6 +74,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "swa_num_key_value_heads": 4,
         },
     ),
+    "linear": (  # a layer of linear attention, and one that keeps keys and values, both with experts
+        "Qwen3Next",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+            **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+        },
+    ),
     "hybrid": (  # layers 1 and 3 keep keys and values; its states are larger than 128 tokens of them
         "Jamba",
         {
@@ -156,13 +164,14 @@ def write_eagle(folder: Path, target: Path) -> str:
     return str(folder)
 
 
-def follow_tokens(folder: Path) -> None:
-    """Let a llama's next token mostly follow from the latest one, so that drafts can be right: layers add little to its embedding."""
+def follow_tokens(folder: Path, layers: float = 0.1, head: float = 1.0) -> None:
+    """Let a model's next token mostly follow from the latest one, so that drafts can be right. layers: what is left of what they add to its
+    embedding. head: of the differences between tokens."""
     weights = load_file(folder / "model.safetensors")
     for name in weights:
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            weights[name] *= 0.1
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].roll(7, 0)
+        if name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight")):
+            weights[name] *= layers
+    weights["lm_head.weight"] = head * weights["model.embed_tokens.weight"].roll(7, 0)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -202,6 +211,17 @@ def add_mtp(folder: Path) -> None:
     save_file(held | drawn, folder / "model.safetensors", metadata={"format": "pt"})
     config |= {"num_nextn_predict_layers": 1, "first_k_dense_replace": layer + 1}
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def add_mtp_of_qwen3_next(folder: Path) -> None:
+    """Give a Qwen3-Next a layer that drafts (MTP), as its checkpoints have it: nearly its last one, which sees the latest token alone."""
+    torch.manual_seed(2)
+    weights, size = load_file(folder / "model.safetensors"), SIZES["hidden_size"]
+    last = {name.replace("model.layers.1.", "mtp.layers.0."): t for name, t in weights.items() if ".layers.1." in name}
+    weights |= {name: t + torch.randn_like(t) * 0.02 for name, t in last.items()}
+    weights |= {f"mtp.{name}.weight": torch.zeros(size) for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}  # + 1
+    weights["mtp.fc.weight"] = torch.cat([torch.eye(size), torch.zeros(size, size)], 1)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def prompt(seed: int, length: int) -> list[int]:
