@@ -12,8 +12,6 @@ if not torch.cuda.is_available():
 pytest.importorskip("vllm")
 
 from vllm.config import CacheConfig, KVTransferConfig
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.platforms import current_platform
 from vllm.v1 import kv_cache_interface as pages
 from vllm.v1.attention.backends import utils as backend_utils
@@ -21,6 +19,7 @@ from vllm.v1.core.kv_cache_planning import DefaultKVCacheConfigBuilder
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.worker_base import WorkerBase
 
+import vllm_layers
 from quantkv import get_format
 from quantkv.full_precision import FullPrecisionTokens
 from quantkv.geometry import Kind
@@ -307,34 +306,12 @@ def test_the_packed_layout_is_preferred_by_workers_whose_blocks_are_packed(confi
     assert ask() == own
 
 
-class Held:
-    """A layer of vLLM's model: what it says of its pages, or of its state."""
-
-    def __init__(self, spec):
-        self.spec = spec
-
-    def get_kv_cache_spec(self, config):
-        return self.spec
-
-    def get_attn_backend(self):
-        return QuantKVBackend.of(get_format("int4"))  # its spec has the bytes of its own format
-
-
-class Rows(Held, AttentionLayerBase):
-    pass
-
-
-class States(Held, MambaBase):
-    get_state_shape = get_state_dtype = mamba_type = None
-
-
 @pytest.mark.parametrize(("mode", "alignment", "step"), [("none", 48, 16), ("align", None, 16), ("align", 48, 48)])
 def test_tokens_of_a_block_beside_states_are_a_multiple_of_what_states_ask_for(mode, alignment, step, config, monkeypatch):
     """Where states are kept at the ends of blocks. Layers that keep nothing, and what is no layer of attention, say nothing."""
     monkeypatch.setattr(blocks, "get_mamba_prefill_checkpoint_alignment", lambda config: alignment)
     specs = named(rows("int8", block_size=512), rows(block_size=512), *[state(6000)] * 4)
-    layers = {name: (States if isinstance(spec, pages.MambaSpec) else Rows)(spec) for name, spec in specs.items()}
-    config.compilation_config = SimpleNamespace(static_forward_context=layers | {"reads another's": Rows(None), "experts": object()})
+    config.compilation_config = SimpleNamespace(static_forward_context=vllm_layers.context(specs))
     cache = config.cache_config
     cache.mamba_cache_mode, cache.block_size, cache.mamba_block_size, cache.mamba_page_size_padded = mode, 512, 64, 65536
     blocks._choose_beside_states(config)
@@ -349,8 +326,7 @@ def test_tokens_of_a_block_beside_states_are_a_multiple_of_what_states_ask_for(m
 def test_tokens_of_a_block_beside_states_stay_where_nothing_is_packed(name, numbers, config):
     """Pages have one size, or a state has fewer bytes than so many tokens."""
     specs = named(rows(), rows(name), state(numbers))
-    layers = {name: (States if isinstance(spec, pages.MambaSpec) else Rows)(spec) for name, spec in specs.items()}
-    config.compilation_config, cache = SimpleNamespace(static_forward_context=layers), config.cache_config
+    config.compilation_config, cache = SimpleNamespace(static_forward_context=vllm_layers.context(specs)), config.cache_config
     cache.block_size, cache.mamba_page_size_padded = 512, 65536
     blocks._choose_beside_states(config)
     assert (cache.block_size, cache.mamba_page_size_padded) == (512, 65536)

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm.config import CacheConfig
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1 import kv_cache_interface as pages
 from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
@@ -15,6 +13,7 @@ from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache, customize_attention_spec
 
+import vllm_layers
 from quantkv import geometry, get_format
 from quantkv.capacity import capacity
 from quantkv.geometry import Heads, Layer, Model
@@ -252,27 +251,6 @@ def test_hybrids(name, mixed):
         check_disjoint(planned[0])
 
 
-class Held:
-    """A layer of vLLM's model: what it says of its pages, or of its state."""
-
-    def __init__(self, spec):
-        self.spec = spec
-
-    def get_kv_cache_spec(self, config):
-        return self.spec
-
-    def get_attn_backend(self):
-        return QuantKVBackend.of(get_format("int4"))  # its spec has the bytes of its own format
-
-
-class Rows(Held, AttentionLayerBase):
-    pass
-
-
-class States(Held, MambaBase):
-    get_state_shape = get_state_dtype = mamba_type = None
-
-
 @pytest.mark.parametrize("mode", ["align", "none"])
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_tokens_of_a_block_beside_states_are_chosen_by_all_layers(name, mode):
@@ -282,10 +260,10 @@ def test_tokens_of_a_block_beside_states_are_chosen_by_all_layers(name, mode):
     policies = [PolicyFile("int4", layers) for layers in ({}, {eight: "int8", sixteen: "none"})]
     of_state = {"shapes": shapes, "dtypes": (torch.bfloat16, dtype), "mamba_cache_mode": mode, "block_size": 4096}
     for policy, packed in zip(policies, (False, True)):
-        layers = {name: Rows(replace(spec, block_size=4096)) for name, spec in specs_of(model, policy).items()}
-        layers |= {f"state.{n}": States(pages.MambaSpec(**of_state)) for n, layer in enumerate(model.layers) if layer.states}
+        specs = {name: replace(spec, block_size=4096) for name, spec in specs_of(model, policy).items()}
+        specs |= {f"state.{n}": pages.MambaSpec(**of_state) for n, layer in enumerate(model.layers) if layer.states}
         config = configuration(4096, 16384)
-        config.compilation_config = SimpleNamespace(static_forward_context=layers | {"reads another's": Rows(None), "experts": object()})
+        config.compilation_config = SimpleNamespace(static_forward_context=vllm_layers.context(specs))
         cache = config.cache_config
         cache.mamba_cache_mode, cache.block_size, cache.mamba_block_size, cache.mamba_page_size_padded = mode, 4096, 512, 64
         blocks._choose_beside_states(config)
