@@ -4,6 +4,7 @@ import torch
 
 from oracle import attention
 from quantkv import PagedCache, get_format
+from quantkv.testing import LSE_BUDGET, OUTPUT_BUDGET, relative_error
 
 LATENT, ROPE, HEADS, SIZE = 32, 16, 3, 8
 SCALE = (24 + ROPE) ** -0.5  # of a model whose keys have 24 numbers that are not rotated
@@ -57,3 +58,11 @@ def expected(cache, q, batch, slots, **options):
         lse.append(torch.stack([m for _, m in heads], 1))
         start += n
     return torch.cat(out), torch.cat(lse)
+
+
+def check_within(out, lse, want, want_lse, dtype, budget=None):
+    """AssertionError unless an output and a log-sum-exp lie within the budgets of `dtype`. budget: another one of outputs."""
+    assert relative_error(out.float(), want) <= (OUTPUT_BUDGET[dtype] if budget is None else budget)
+    seen = want_lse.isfinite()
+    assert torch.equal(lse.isfinite().cpu(), seen)
+    assert (lse.cpu().double() - want_lse)[seen].abs().max() <= LSE_BUDGET[dtype]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from latent_batches import SCALE, expected, make, queries
+from latent_batches import SCALE, check_within, expected, make, queries
 from quantkv.maps import LayerMaps, LinearMap
 from quantkv.testing import FLOAT8_BUDGET, LSE_BUDGET, OUTPUT_BUDGET, relative_error
 
@@ -25,10 +25,7 @@ def check(fmt, heads, shape=FEW, dtype=torch.float16, latent=64, budget=None, si
     want, want_lse = expected(cache, q, batch, slots, **(given if oracle is None else oracle))
     if options.get("output_scale"):
         want = (want / options["output_scale"]).clamp(-448, 448)
-    assert relative_error(out.float(), want) <= (OUTPUT_BUDGET[dtype] if budget is None else budget)
-    seen = want_lse.isfinite()
-    assert torch.equal(lse.isfinite().cpu(), seen)
-    assert (lse.cpu().double() - want_lse)[seen].abs().max() <= LSE_BUDGET[dtype]
+    check_within(out, lse, want, want_lse, dtype, budget)
     return out
 
 

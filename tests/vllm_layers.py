@@ -29,11 +29,7 @@ class States(Held, MambaBase):
     get_state_shape = get_state_dtype = mamba_type = None
 
 
-def layer(spec: Any) -> Held:
-    """The layer that says so."""
-    return (States if isinstance(spec, pages.MambaSpec) else Rows)(spec)
-
-
 def context(specs: dict[str, Any]) -> dict[str, Any]:
     """A model's layers by name, beside one that keeps nothing and what is no layer of attention."""
-    return {name: layer(spec) for name, spec in specs.items()} | {"reads another's": Rows(None), "experts": object()}
+    layers = {name: (States if isinstance(spec, pages.MambaSpec) else Rows)(spec) for name, spec in specs.items()}
+    return layers | {"reads another's": Rows(None), "experts": object()}

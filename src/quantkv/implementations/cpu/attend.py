@@ -151,7 +151,8 @@ def _attend_segment(
     q = call.q.detach().float()
     parts = q.split(segment.stored_sizes, -1) if fmt.latent else (q,)
     met = (k, fmt.k, maps.k), (v, fmt.v, maps.v)  # of rows that are no latents the first alone
-    queries = torch.cat([_for_keys(part, *side, call.scale, matrix, heads) for part, side in zip(parts, met)], -1)
+    mapped = [_for_keys(part, *side, call.scale, matrix, heads) for part, side in zip(parts, met)]
+    queries = mapped[0] if len(mapped) == 1 else torch.cat(mapped, -1)
     key_mean = None if maps.k is None else maps.k.key_mean
     mean_scores = q.new_empty(*q.shape[:2], 0) if key_mean is None else _by_head(q * call.scale, key_mean.permute(1, 2, 0), heads)
     out, lse = q.new_empty(*q.shape[:2], segment.head_size_v), q.new_empty(q.shape[:2])
