@@ -47,6 +47,7 @@ struct Product {  // of this lane: rows g and g + 8 of a, its numbers of d
   bool across = false;           // b's rows are summed over, and not those of b^T
   u64 from = 0;                  // of a, where it is in shared memory
   bool integers = false;         // numbers are pairs of 8 bits with signs, and d has 32 bits
+  u16 pairs[2][16] = {};         // a, where it is in registers
 };
 CPU_VAR std::vector<std::vector<Product>> cpu_products;  // of each thread: what has not run
 CPU_VAR std::vector<std::vector<int>> cpu_groups;        // of each thread: products in each group that was committed
@@ -96,10 +97,13 @@ CPU_FN int cpu_of_integers(u16 x, u16 y) {
 }
 CPU_FN void cpu_run_product(Product& p) {
   for (int n = 0; p.integers && n < p.tiles; n++)
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < 4; i++) {
+      int& sum = ((int(*)[4])p.d)[n][i];
+      if (!p.add) sum = 0;
       for (int k = 0; k < 16; k++)
-        ((int(*)[4])p.d)[n][i] +=
-            cpu_of_integers(p.read[p.tiles * 32 + i / 2 * 16 + k], p.read[(2 * n + i % 2) * 16 + k]);
+        sum += cpu_of_integers(
+            p.from ? p.read[p.tiles * 32 + i / 2 * 16 + k] : p.pairs[i / 2][k], p.read[(2 * n + i % 2) * 16 + k]);
+    }
   if (p.integers) return;
   for (int n = 0; n < p.tiles; n++)
     for (int i = 0; i < 4; i++) {
@@ -112,26 +116,32 @@ CPU_FN void cpu_run_product(Product& p) {
 }
 CPU_FN void cpu_give_rows(Product& p, const Lanes& lanes) {  // of a, in registers
   for (int r = 0; r < 2; r++)
-    for (int k = 0; k < 16; k++)
-      p.a[r][k] = cpu_number(p, lanes(cpu_lane() / 4 * 4 + k % 8 / 2, k / 8 * 2 + r) >> k % 2 * 16);
+    for (int k = 0; k < 16; k++) {
+      p.pairs[r][k] = lanes(cpu_lane() / 4 * 4 + k % 8 / 2, k / 8 * 2 + r) >> k % 2 * 16;
+      if (!p.integers) p.a[r][k] = cpu_number(p, p.pairs[r][k]);
+    }
 }
 CPU_FN void cpu_begin_product(Product& p) {
   if (!cpu_mine(cpu_products).size() || cpu_fiber->begun) p.given = cpu_bits(p), p.read = cpu_read(p);
   else cpu_fail("products after others were committed, not begun", 0);
   cpu_mine(cpu_products).push_back(p);
 }
+// As it stands but for d and what is read of a, which is in registers.
+CPU_FN void cpu_multiply(Product p, u32 a0, u32 a1, u32 a2, u32 a3) {
+  const u64 registers[] = {a0, a1, a2, a3, p.b, p.add};
+  const Lanes lanes = cpu_exchange(registers, 6);
+  for (int lane = 0; lane < 32; lane++)
+    if (lanes(lane, 4) != p.b || lanes(lane, 5) != (u64)p.add)
+      cpu_fail("lanes that multiply by different matrices", lane);
+  cpu_give_rows(p, lanes);
+  cpu_begin_product(p);
+}
 template <int N, bool BFLOAT> struct Wgmma {
   template <bool ADD, bool ROWS = false> static void multiply(float (&d)[N][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
     static_assert(N >= 1 && N <= 32);
-    const u64 registers[] = {a0, a1, a2, a3, b, ADD};
-    const Lanes lanes = cpu_exchange(registers, 6);
     Product p{d, N, BFLOAT, ADD, {}, b};
     p.across = ROWS;
-    for (int lane = 0; lane < 32; lane++)
-      if (lanes(lane, 4) != b || lanes(lane, 5) != (u64)ADD)
-        cpu_fail("lanes that multiply by different matrices", lane);
-    cpu_give_rows(p, lanes);
-    cpu_begin_product(p);
+    cpu_multiply(p, a0, a1, a2, a3);
   }
   template <bool ADD> static void multiply(float (&d)[N][4], u64 a, u64 b) {
     cpu_exchange(0);
@@ -141,6 +151,11 @@ template <int N, bool BFLOAT> struct Wgmma {
   }
 };
 template <int N> struct IntegerWgmma {
+  template <bool ADD> static void multiply(int (&d)[N][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+    Product p{(float(*)[4])d, N, false, ADD, {}, b};
+    p.integers = true;
+    cpu_multiply(p, a0, a1, a2, a3);
+  }
   static void multiply(int (&d)[N][4], u64 a, u64 b) {
     cpu_exchange(0);
     Product p{(float(*)[4])d, N, false, true, {}, b};

@@ -12,7 +12,7 @@ constexpr int AHEAD = STAGES - 1, KV_TILE_BYTES = WORKER_WARPS * TILE_BYTES;
 
 // Keys that have a zero lose it by one more product, of the zero with the sum of a query's numbers, which is there as
 // two fp16 numbers. Both are moved by 16, so that the sum is no larger than a number of the query may be.
-constexpr bool SUMMED = KEY::ZERO_POINTS || KEY::ZERO > 0.f;
+constexpr bool SUMMED = !BY_INTEGERS && (KEY::ZERO_POINTS || KEY::ZERO > 0.f);
 constexpr float MOVED = 16.f;
 static_assert(!SUMMED || KEY::GAIN == SUBNORMAL && KEY::ZERO * MOVED <= 2048.f,
     "zeros are fp16 numbers in the unit of the codes");
@@ -195,6 +195,12 @@ struct WarpgroupQueries {
   }
   DI u32 latent_operand(int nt, int w, int half) const {  // the same of latents, in the order in which keys are read
     return operand(nt, w ^ latent_chunk(threadIdx.x % 4) * (DK / 16 / (K_ROW / 64)), half);
+  }
+  // Of integers: a part of packed query rows, the first or the second, eight rows of a matrix after the other.
+  DI u32 integer_operand(int nt, int part, int w, int half) const {
+    const int c = threadIdx.x % 4, row = 16 * nt + 8 * part + threadIdx.x % 32 / 4;
+    w ^= latent_chunk(c) * (DK / 32 / (K_ROW / 64));
+    return base + w / 4 * (2 * SLAB) + matrix_chunk(row, w % 4 * 2 + half) + c * 4;
   }
   DI void store(int nt, const Query& query) const {
 #pragma unroll

@@ -30,7 +30,8 @@ constexpr bool SPILLED = D > 256 || NT > 1 && NT * D > 128;
 
 static_assert(
     KEY::HALF == KEY_HALF && KEY::ODD_UNIT == KEY_ODD_UNIT, "the order of the keys' dimensions is another in Python");
-static_assert(BY_INTEGERS <= KEY::INTEGERS && (!BY_INTEGERS || DK % 32 == 0 && PACKED_ROWS == 4 && WORKER_WARPS == 1),
+static_assert(BY_INTEGERS <= KEY::INTEGERS &&
+        (!BY_INTEGERS || DK % 32 == 0 && (LATENTS ? WORKER_WARPS > 1 : PACKED_ROWS == 4 && WORKER_WARPS == 1)),
     "what is multiplied as integers");
 constexpr int KEY_TABLE = BY_INTEGERS ? 0 : KEY::TABLE_BYTES;
 static_assert(KEY_TABLE == KEY_TABLE_BYTES, "the keys' table is of another size in Python");

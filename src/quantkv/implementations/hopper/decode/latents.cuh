@@ -46,11 +46,10 @@ struct LatentQueries : WarpgroupQueries {
       for (int w = 0; w < STEPS; w++) Query::operands(b[2 * w], b[2 * w + 1], y[w], w);
     }
   }
-  // By all warps of the warpgroup. Sums of the quarters wait where weights are to be.
+  // By all warps of the warpgroup. What they have of their quarters waits where weights are to be.
   DI void load(const Queries& q, const AttendArguments& a, const Sequences& sequences, int s, int packed_row0,
       int member, int barrier) const {
     const int lane = threadIdx.x % 32;
-    const auto partial = [&](int by, int nt) { return base + WEIGHTS_AT + 4 * (by * PACKED_ROWS + 8 * nt + 2 * lane); };
 #pragma unroll 1
     for (int nt = 0; nt < TILES; nt++) {
       const int packed_row = packed_row0 + 8 * nt + lane / 4;
@@ -65,29 +64,82 @@ struct LatentQueries : WarpgroupQueries {
       }
       u32 b[WORDS];
       map(b, row, a.key_map, member);
-#pragma unroll
-      for (int j = 0; j < WORDS; j++) store_shared(latent_operand(nt, member * STEPS + j / 2, j % 2), b[j]);
-      float sum[2];
-      Query::add_up(sum, b);
-      if (lane < 4) store_shared(partial(member, nt), as_bits(sum[0]), as_bits(sum[1]));
+      if constexpr (BY_INTEGERS) store_integers(nt, b, member, barrier);
+      else store(nt, b, member);
     }
     meet(barrier);
     for (int nt = member; nt < TILES; nt += WORKER_WARPS) {
-      float sum[2] = {};
-      for (int by = 0; by < WORKER_WARPS && lane < 4; by++) {
-        u32 x[2];
-        load_shared<8>(partial(by, nt), x);
-        sum[0] += as_float(x[0]), sum[1] += as_float(x[1]);
-      }
-      store_sums(nt, sum);
+      if constexpr (BY_INTEGERS) store_units(nt); else add_sums(nt);
     }
+  }
+
+ private:
+  DI u32 partial(int by, int nt) const {  // a warp's, of eight packed query rows
+    return base + WEIGHTS_AT + 4 * (by * PACKED_ROWS + 8 * nt);
+  }
+  DI void store(int nt, const u32 (&b)[WORDS], int member) const {
+#pragma unroll
+    for (int j = 0; j < WORDS; j++) store_shared(latent_operand(nt, member * STEPS + j / 2, j % 2), b[j]);
+    float sum[2];
+    Query::add_up(sum, b);
+    const int lane = threadIdx.x % 32;
+    if (lane < 4) store_shared(partial(member, nt) + 8 * lane, as_bits(sum[0]), as_bits(sum[1]));
+  }
+  DI void add_sums(int nt) const {
+    const int lane = threadIdx.x % 32;
+    float sum[2] = {};
+    for (int by = 0; by < WORKER_WARPS && lane < 4; by++) {
+      u32 x[2];
+      load_shared<8>(partial(by, nt) + 8 * lane, x);
+      sum[0] += as_float(x[0]), sum[1] += as_float(x[1]);
+    }
+    store_sums(nt, sum);
+  }
+  // The same of integers, which have a unit: largest numbers wait beside sums.
+  DI float largest(int nt, int row) const {  // of eight packed query rows, of all warps
+    u32 top = 0;
+    for (int by = 0; by < WORKER_WARPS; by++) {
+      u32 x;
+      load_shared<4>(partial(by, nt) + SLAB + 4 * row, &x), top = max_size_half2(top, x);
+    }
+    return low(top);
+  }
+  DI void store_integers(int nt, const u32 (&b)[WORDS], int member, int barrier) const {
+    const int lane = threadIdx.x % 32;
+    const u32 top = largest_number(b);
+    if (lane % 4 == 0) store_shared(partial(member, nt) + SLAB + lane, top);
+    meet(barrier);
+    u32 high[STEPS], low[STEPS];
+    split_integers<KEY>(b, LARGEST_INTEGER * inverse(largest(nt, lane / 4)), high, low);
+    int high_sums[4] = {}, low_sums[4] = {};
+#pragma unroll
+    for (int j = 0; j < STEPS; j++) {
+      const int w = member * (STEPS / 2) + j / 2;
+      store_shared(integer_operand(nt, 0, w, j % 2), high[j]), store_shared(integer_operand(nt, 1, w, j % 2), low[j]);
+      if (KEY::ZERO_POINTS && j % 2)
+        add_integers(high_sums, high[j - 1], high[j]), add_integers(low_sums, low[j - 1], low[j]);
+    }
+    if (lane < 4)
+      store_shared(partial(member, nt) + 8 * lane, whole_integer(high_sums[0], low_sums[0]),
+          whole_integer(high_sums[1], low_sums[1]));
+  }
+  DI void store_units(int nt) const {
+    const int row = threadIdx.x % 32;
+    int sum = 0;
+    for (int by = 0; by < WORKER_WARPS && row < 8; by++) {
+      u32 x;
+      load_shared<4>(partial(by, nt) + 4 * row, &x), sum += (int)x;
+    }
+    if (row < 8)
+      store_shared(base + SUMS_AT + 8 * (8 * nt + row), sum, as_bits(unit_of_integers(largest(nt, row))));
   }
 };
 
 struct LatentProducts {
   // Of 16 numbers, or of 64 dimensions of a tile: that are begun together, and whose operands are in registers.
   static constexpr int KEYS_AT_ONCE = LATENT_KEYS_AT_ONCE, VALUES_AT_ONCE = LATENT_VALUES_AT_ONCE;
-  static constexpr int PARTS = K_WORDS / 4, STEPS = DK / 16 / PARTS;  // a part: 16 bytes of a lane's codes
+  static constexpr int NUMBERS = BY_INTEGERS ? 32 : 16;  // of a product with keys
+  static constexpr int PARTS = K_WORDS / 4, STEPS = DK / NUMBERS / PARTS;  // a part: 16 bytes of a lane's codes
   static constexpr int STEPS_AT_ONCE = STEPS < KEYS_AT_ONCE ? STEPS : KEYS_AT_ONCE;
   static constexpr int CHUNKS_AT_ONCE = 2 * VALUES_AT_ONCE / OWN_RUN;
   static_assert(IN_HALVES && SHARING == 1 && CHUNKS_AT_ONCE * OWN_RUN == 2 * VALUES_AT_ONCE, "whole chunks");
@@ -95,19 +147,8 @@ struct LatentProducts {
   static_assert(!KEY::NORMALISED && !KEY::BIASED && !KEY::OVERLAP && !VALUE::OVERLAP && DK % 64 == 0 && DK == D,
       "rows of other codecs");
 
-  // Begins the last products of this warp's tile with the queries, in the unit of those with rotated dimensions: what
-  // comes of the latents is brought to it before these are added. meta: of a lane's rotated dimensions.
-  static DI void score(float (&s)[TILES][4], u32 tile, const WarpgroupLane& at, u32 (&meta)[2]) {
-    constexpr float SMALLEST_UNIT = 1e-30f;  // a slot that no token was written to has none
-    const u64 queries = matrix_descriptor(at.base);
-    load_metas(tile, at, meta);
-    if constexpr (SUMMED) {
-      u32 zero[2];
-      moved_zeros(meta, zero);
-      begin_products();
-      multiply<KEY, false>(s, zero[0], zero[1], 0, 0, queries + SUMS_AT / 16);
-      commit_products();
-    }
+  // Begins products of this warp's keys with the queries: multiply_step(number of the product, its operand).
+  template <class Multiply> static DI void multiply_keys(u32 tile, const WarpgroupLane& at, Multiply multiply_step) {
     each_part<PARTS>([&](auto part) {
       constexpr int PART = decltype(part)::value;
       u32 ka[4], kb[4];
@@ -118,26 +159,79 @@ struct LatentProducts {
         wait_for_all_products_but<1>();
         u32 x[STEPS_AT_ONCE][4];
 #pragma unroll
-        for (int i = 0; i < STEPS_AT_ONCE; i++) {
-          const uint2 y = key_pairs<KEY>(ka, kb, 2 * (FIRST + i), at.table),
-                      y8 = key_pairs<KEY>(ka, kb, 2 * (FIRST + i) + 1, at.table);
-          x[i][0] = y.x, x[i][1] = y.y, x[i][2] = y8.x, x[i][3] = y8.y;
-        }
+        for (int i = 0; i < STEPS_AT_ONCE; i++) operand(x[i], ka, kb, FIRST + i, at.table);
         begin_products();
         each_part<STEPS_AT_ONCE>([&](auto step) {
-          constexpr int i = decltype(step)::value, w = PART * STEPS + FIRST + i;
-          multiply<KEY, (SUMMED || w > 0)>(
-              s, x[i][0], x[i][1], x[i][2], x[i][3], queries + (w / 4 * SLAB + w % 4 * 32) / 16);
+          constexpr int i = decltype(step)::value;
+          multiply_step(Constant<PART * STEPS + FIRST + i>{}, x[i]);
         });
         commit_products();
       });
     });
+  }
+  // Product w of a part.
+  static DI void operand(u32 (&x)[4], const u32 (&ka)[4], const u32 (&kb)[4], int w, u32 table) {
+    if constexpr (BY_INTEGERS) {
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+        x[2 * j] = KEY::key_bytes(ka, 2 * w + j), x[2 * j + 1] = KEY::key_bytes(kb, 2 * w + j);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const uint2 y = key_pairs<KEY>(ka, kb, 2 * w + j, table);
+        x[2 * j] = y.x, x[2 * j + 1] = y.y;
+      }
+    }
+  }
+  // Of a lane's two keys, in the queries' units. Both parts of a packed query row are in one lane.
+  static DI void scores_of(float (&s)[TILES][4], const int (&y)[2 * TILES][4], const WarpgroupLane& at,
+      const u32 (&meta)[2], const float (&gain)[2]) {
+#pragma unroll
+    for (int nt = 0; nt < TILES; nt++) {
+      u32 row[4];  // of two packed query rows: the sum of numbers, the unit
+      load_shared<16>(at.base + SUMS_AT + 8 * (8 * nt + 2 * at.c), row);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        int sum = whole_integer(y[2 * nt][i], y[2 * nt + 1][i]);
+        if constexpr (KEY::ZERO_POINTS) sum -= (int)zero_code(meta[i / 2]) * (int)row[i % 2 * 2];
+        s[nt][i] = (float)sum * (gain[i / 2] * as_float(row[i % 2 * 2 + 1]));
+      }
+    }
+  }
+
+  // Begins the last products of this warp's tile with the queries, in the unit of those with rotated dimensions: what
+  // comes of the latents is brought to it before these are added. meta: of a lane's rotated dimensions.
+  static DI void score(float (&s)[TILES][4], u32 tile, const WarpgroupLane& at, u32 (&meta)[2]) {
+    constexpr float SMALLEST_UNIT = 1e-30f;  // a slot that no token was written to has none
+    const u64 queries = matrix_descriptor(at.base);
+    load_metas(tile, at, meta);
+    int y[2 * TILES][4];
+    if constexpr (BY_INTEGERS) {
+      multiply_keys(tile, at, [&](auto w, const u32 (&x)[4]) {
+        constexpr int W = decltype(w)::value;
+        IntegerWgmma<2 * TILES>::template multiply<(W > 0)>(
+            y, x[0], x[1], x[2], x[3], queries + (W / 4 * 2 * SLAB + W % 4 * 32) / 16);
+      });
+    } else {
+      if constexpr (SUMMED) {
+        u32 zero[2];
+        moved_zeros(meta, zero);
+        begin_products();
+        multiply<KEY, false>(s, zero[0], zero[1], 0, 0, queries + SUMS_AT / 16);
+        commit_products();
+      }
+      multiply_keys(tile, at, [&](auto w, const u32 (&x)[4]) {
+        constexpr int W = decltype(w)::value;
+        multiply<KEY, (SUMMED || W > 0)>(s, x[0], x[1], x[2], x[3], queries + (W / 4 * SLAB + W % 4 * 32) / 16);
+      });
+    }
     u32 a[SECOND_ROW / 16], b[SECOND_ROW / 16];
 #pragma unroll
     for (int i = 0; i < SECOND_ROW / 64; i++) {
       const u32 from = tile + (at.rotated ^ i << 4);
       load_shared<16>(from, a + 4 * i), load_shared<16>(from + 8 * SECOND_ROW, b + 4 * i);
     }
+    const u32 latent_meta[2] = {meta[0], meta[1]};
     float gain[2] = {key_scale(meta[0], 1.f) * at.latent_gain, key_scale(meta[1], 1.f) * at.latent_gain};
     if constexpr (SECOND_META > 0) {
 #pragma unroll
@@ -147,11 +241,15 @@ struct LatentProducts {
       }
     }
     wait_for_all_products_but<0>();
-    keep_tiles(s);
+    if constexpr (BY_INTEGERS) {
+      keep_tiles(y), scores_of(s, y, at, latent_meta, gain);
+    } else {
+      keep_tiles(s);
 #pragma unroll
-    for (int nt = 0; nt < TILES; nt++)
+      for (int nt = 0; nt < TILES; nt++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) s[nt][i] *= gain[i / 2];
+        for (int i = 0; i < 4; i++) s[nt][i] *= gain[i / 2];
+    }
     u32 x[ROPE_SIZE / 16][4];
 #pragma unroll
     for (int w = 0; w < ROPE_SIZE / 16; w++)

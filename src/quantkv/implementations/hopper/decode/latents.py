@@ -64,6 +64,7 @@ def choose(shape: CallShape, rope: Codec, rope_size: int, capacity: int = 1 << 2
     def config(tiles: int, warpgroups: int) -> LatentConfig:
         at_once = 2 if tiles > 2 else 4 if shape.key.row.code_bits == 16 else 8
         given = dict(warps=WORKER_WARPS * warpgroups, rope=rope, rope_size=rope_size, keys_at_once=at_once, values_at_once=at_once)
+        given |= dict(by_integers=shape.key.hopper().integers)
         return shape.config(LatentConfig, 8 * tiles, **given)
 
     sizes = ((n, warpgroups) for warpgroups in (2, 1) for n in range(MOST_TILES, 0, -1))

@@ -138,7 +138,7 @@ struct Softmax {
       });
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        int x = q.whole(y[2 * r], y[2 * r + 1]);
+        int x = whole_integer(y[2 * r], y[2 * r + 1]);
         if constexpr (Key::ZERO_POINTS) x -= (int)zero_code(metas[n][r]) * q.sum;
         s[n][0][r] = (float)x;  // in the packed query row's unit
       }

@@ -63,7 +63,7 @@ template <int N> DI void keep_tiles(int (&d)[N][4]) {
 }
 
 template <int N, bool BFLOAT> struct Wgmma;
-template <int N> struct IntegerWgmma;  // d += a b of 8-bit integers with signs, a [64, 32], both in shared memory
+template <int N> struct IntegerWgmma;  // the same of 8-bit integers with signs, a [64, 32]
 #define TILE4(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define NUMBERS_1 "%0,%1,%2,%3"
 #define TILES_1 TILE4(0)
@@ -132,8 +132,16 @@ WGMMA(32, 256, 128, 129, 130, 131, 132, 133, 134)
 #undef WGMMA_OF
 #undef TILE4
 #define TILE4(n) "+r"(d[n][0]), "+r"(d[n][1]), "+r"(d[n][2]), "+r"(d[n][3])
-#define WGMMA(N, COLUMNS, A, B) \
+// A to F: as above.
+#define WGMMA(N, COLUMNS, A, B, C, D, E, F) \
   template <> struct IntegerWgmma<N> { \
+    template <bool ADD> static DI void multiply(int (&d)[N][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) { \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #F ", 0; wgmma.mma_async.sync.aligned.m64n" #COLUMNS \
+                   "k32.s32.s8.s8 {" NUMBERS_##N "},{%" #A ",%" #B ",%" #C ",%" #D "},%" #E ",p;}" \
+          : TILES_##N \
+          : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"((int)ADD) \
+          : "memory"); \
+    } \
     static DI void multiply(int (&d)[N][4], u64 a, u64 b) { \
       asm volatile("{.reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n" #COLUMNS \
                    "k32.s32.s8.s8 {" NUMBERS_##N "},%" #A ",%" #B ",p;}" \
@@ -142,9 +150,13 @@ WGMMA(32, 256, 128, 129, 130, 131, 132, 133, 134)
           : "memory"); \
     } \
   };
-WGMMA(10, 80, 40, 41)
-WGMMA(12, 96, 48, 49)
-WGMMA(16, 128, 64, 65)
-WGMMA(20, 160, 80, 81)
+WGMMA(2, 16, 8, 9, 10, 11, 12, 13)
+WGMMA(4, 32, 16, 17, 18, 19, 20, 21)
+WGMMA(6, 48, 24, 25, 26, 27, 28, 29)
+WGMMA(8, 64, 32, 33, 34, 35, 36, 37)
+WGMMA(10, 80, 40, 41, 42, 43, 44, 45)
+WGMMA(12, 96, 48, 49, 50, 51, 52, 53)
+WGMMA(16, 128, 64, 65, 66, 67, 68, 69)
+WGMMA(20, 160, 80, 81, 82, 83, 84, 85)
 #undef WGMMA
 #undef TILE4
