@@ -41,8 +41,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
   u32 base = shared_address(shared) + TABLES_BYTES + warpgroup * WORKER_BYTES;
   if (base % 1024) __trap();
   GivenQuery given;
-  if (!LATENTS && work.left > 0)
-    given.ask(queries, diagonal_of(a, work.kv_head), sequences, work.sequence, work.kv_head, packed_row0 + 8 * member);
+  GivenLatents latents;
+  const auto ask = [&] {
+    if constexpr (LATENTS) latents.ask(queries, a, sequences, work.sequence, packed_row0, member);
+    else
+      given.ask(
+          queries, diagonal_of(a, work.kv_head), sequences, work.sequence, work.kv_head, packed_row0 + 8 * member);
+  };
+  if (work.left > 0) ask();
   KvTileLoader loader(sequences, a, member, work.kv_head, work.sequence, work.tile, work.left);
   u32 slot = base + RING_AT, free_slot = slot + AHEAD * KV_TILE_BYTES;  // of the next KV tile, and of the one before
   for (int i = 0; i < AHEAD; i++) loader.next(slot + i * KV_TILE_BYTES + member * TILE_BYTES);
@@ -56,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
       // what a partial ended with was told behind a barrier, and the next one tells behind another: no need to meet
       if (work.needs_queries()) {
         if constexpr (LATENTS)
-          LatentQueries{base}.load(queries, a, sequences, work.sequence, packed_row0, member, at.barrier);
+          LatentQueries{base}.load(latents, free_slot, member, at.barrier);
         else query.load(given, queries, a, sequences, work.sequence, work.kv_head, packed_row0, member);
         stores_before_wgmma();
         meet(at.barrier);
@@ -102,11 +108,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
       work.is_held = goes_on;
     }
     work.end_stretch(a, sequences);
-    if (LATENTS) continue;
-    if (work.left > 0 && work.needs_queries())
-      given.ask(queries, diagonal_of(a, work.kv_head), sequences, work.sequence, work.kv_head,
-          packed_row0 + 8 * member);
-    else given.forget();
+    if (work.left > 0 && work.needs_queries()) ask();
+    else given.forget(), latents.forget();
   }
   int* ended_in = (int*)(shared + TABLES_BYTES + WORKERS * WORKER_BYTES);
   if (!INVARIANT)

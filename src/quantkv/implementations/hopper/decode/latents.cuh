@@ -6,38 +6,70 @@
 #include "consumer.cuh"
 
 #if ROPE_SIZE > 0
-// The queries of one sequence in shared memory: of all packed query rows each warp maps a quarter of the dimensions.
-struct LatentQueries : WarpgroupQueries {
-  static constexpr int WORDS = DK / 8 / WORKER_WARPS, STEPS = WORDS / 2;  // of a quarter of a lane's quarter
+// Packed query rows as they were given: each warp has a quarter of the dimensions of all of them, each of its lanes a
+// quarter of that. They are asked for before the tiles, as a GivenQuery.
+struct GivenLatents {
+  static constexpr int WORDS = DK / 8 / WORKER_WARPS;
+  u32 words[TILES][WORDS], diagonal[WORDS];  // diagonal: before Hadamard matrices
+  uint2 rotated[TILES];
   static_assert(KEY_MAP != MATRIX && !BY_CHUNKS && WORDS % 4 == 0, "maps of which a quarter is one, too");
-  static DI void take(u32 (&to)[WORDS], const u16* row, int part) {
+  static_assert(ROPE_SIZE == 16 * WORKER_WARPS, "a warp has 16 rotated dimensions");
+  static DI void take(u32 (&to)[WORDS], const u16* row, int member) {
 #pragma unroll
     for (int i = 0; i < WORDS / 4; i++) {
-      const uint4* from = (const uint4*)(row + threadIdx.x % 4 * (DK / 4) + part * 2 * WORDS) + i;
+      const uint4* from = (const uint4*)(row + threadIdx.x % 4 * (DK / 4) + member * 2 * WORDS) + i;
       const uint4 y = row ? load_at_once(from) : make_uint4(0, 0, 0, 0);
       to[4 * i] = y.x, to[4 * i + 1] = y.y, to[4 * i + 2] = y.z, to[4 * i + 3] = y.w;
     }
   }
-  // The part `own` of a packed query row's operands; null: of none.
-  static DI void map(u32 (&b)[WORDS], const u16* row, const u16* diagonal_row, int own) {
-    u32 words[WORDS], x[WORDS];
-    if constexpr (KEY_MAP == NO_MAP) {
-      take(words, row, own), Query::arrange(x, words);
+  DI void ask(const Queries& q, const AttendArguments& a, const Sequences& sequences, int s, int packed_row0,
+      int member) {
+    const Queries rest{a.q_rotated, a.q_rotated_token, a.q_rotated_head};
+    const int lane = threadIdx.x % 32, first = sequences.first_query(s), count = sequences.queries(s);
 #pragma unroll
-      for (int w = 0; w < STEPS; w++) Query::operands(b[2 * w], b[2 * w + 1], x[2 * w], x[2 * w + 1], w);
+    for (int nt = 0; nt < TILES; nt++) {
+      const int packed_row = packed_row0 + 8 * nt + lane / 4, token = first + packed_row / GROUP;
+      const bool used = packed_row < count * GROUP;
+      take(words[nt], used ? q.row(token, packed_row % GROUP) : nullptr, member);
+      rotated[nt] = make_uint2(0, 0);
+      if (used)
+        rotated[nt] = load_at_once(
+            (const uint2*)(rest.row(token, packed_row % GROUP) + lane % 4 * (ROPE_SIZE / 4)) + member);
+    }
+    if (KEY_MAP != NO_MAP) take(diagonal, a.key_map, member);
+  }
+  DI void forget() { *this = {}; }  // as of a GivenQuery
+};
+
+// The queries of one sequence in shared memory.
+struct LatentQueries : WarpgroupQueries {
+  static constexpr int WORDS = GivenLatents::WORDS, STEPS = WORDS / 2;
+  // Eight packed query rows where warps exchange their quarters of them, those of two tiles in turn: word i of a lane,
+  // and those behind it.
+  static DI u32 exchanged(u32 scratch, int nt, int member, int i) {
+    return scratch + nt % 2 * (8 * DK * 2) + ((i / 4 * WORKER_WARPS + member) * 32 + threadIdx.x % 32) * 16;
+  }
+  static_assert(2 * 8 * DK * 2 <= KV_TILE_BYTES, "they fit in a slot of the ring");
+  // The quarter `member` of packed query rows' operands, out of arranged words of which each warp has a quarter.
+  static DI void map(u32 (&b)[WORDS], const u32 (&given)[WORDS], u32 scratch, int nt, int member, int barrier) {
+    if constexpr (KEY_MAP == NO_MAP) {
+#pragma unroll
+      for (int w = 0; w < STEPS; w++) Query::operands(b[2 * w], b[2 * w + 1], given[2 * w], given[2 * w + 1], w);
     } else {
       // as Query::map; a function for both would change in which registers other kernels keep things
       const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
       const u32 h_16 = 0x3c003c00u ^ (__popc(g & 2 * c) & 1) << 15 ^ (u32)(__popc(g & 2 * c + 1) & 1) << 31;
       float y[STEPS][4] = {};
 #pragma unroll
-      for (int part = 0; part < WORKER_WARPS; part++) {
-        u32 diagonal[WORDS];
-        take(words, row, part), take(diagonal, diagonal_row, part);
+      for (int i = 0; i < WORDS; i += 4)
+        store_shared(exchanged(scratch, nt, member, i), given[i], given[i + 1], given[i + 2], given[i + 3]);
+      meet(barrier);
 #pragma unroll
-        for (int j = 0; j < WORDS; j++) words[j] = by_diagonal(words[j], diagonal[j]);
-        Query::arrange(x, words);
-        const u32 h = h_16 ^ (__popc(part & own) & 1 ? 0x80008000u : 0);
+      for (int part = 0; part < WORKER_WARPS; part++) {
+        u32 x[WORDS];
+#pragma unroll
+        for (int i = 0; i < WORDS; i += 4) load_shared<16>(exchanged(scratch, nt, part, i), x + i);
+        const u32 h = h_16 ^ (__popc(part & member) & 1 ? 0x80008000u : 0);
 #pragma unroll
         for (int w = 0; w < STEPS; w++) mma(y[w], h, h, h, h ^ 0x80008000u, x[2 * w], x[2 * w + 1]);
       }
@@ -46,24 +78,19 @@ struct LatentQueries : WarpgroupQueries {
       for (int w = 0; w < STEPS; w++) Query::operands(b[2 * w], b[2 * w + 1], y[w], w);
     }
   }
-  // By all warps of the warpgroup. What they have of their quarters waits where weights are to be.
-  DI void load(const Queries& q, const AttendArguments& a, const Sequences& sequences, int s, int packed_row0,
-      int member, int barrier) const {
-    const int lane = threadIdx.x % 32;
-#pragma unroll 1
+  // By all warps of the warpgroup. What they have of their quarters waits where weights are to be, and at `scratch`, a
+  // slot of the ring.
+  DI void load(const GivenLatents& given, u32 scratch, int member, int barrier) const {
+#pragma unroll
     for (int nt = 0; nt < TILES; nt++) {
-      const int packed_row = packed_row0 + 8 * nt + lane / 4;
-      const bool used = packed_row < sequences.queries(s) * GROUP;
-      const int token = used ? sequences.first_query(s) + packed_row / GROUP : 0;
-      const u16* row = used ? q.row(token, packed_row % GROUP) : nullptr;
-      const u16* rotated = Queries{a.q_rotated, a.q_rotated_token, a.q_rotated_head}.row(token, packed_row % GROUP);
-      for (int w = member; w < ROPE_SIZE / 16; w += WORKER_WARPS) {
-        const uint2* from = (const uint2*)(rotated + lane % 4 * (ROPE_SIZE / 4)) + w;
-        const uint2 y = row ? load_at_once(from) : make_uint2(0, 0);
-        store_shared(operand(nt, 4 * SLABS + w, 0), y.x), store_shared(operand(nt, 4 * SLABS + w, 1), y.y);
-      }
-      u32 b[WORDS];
-      map(b, row, a.key_map, member);
+      store_shared(operand(nt, 4 * SLABS + member, 0), given.rotated[nt].x),
+          store_shared(operand(nt, 4 * SLABS + member, 1), given.rotated[nt].y);
+      u32 words[WORDS], x[WORDS], b[WORDS];
+#pragma unroll
+      for (int j = 0; j < WORDS; j++)
+        words[j] = KEY_MAP == NO_MAP ? given.words[nt][j] : by_diagonal(given.words[nt][j], given.diagonal[j]);
+      Query::arrange(x, words);
+      map(b, x, scratch, nt, member, barrier);
       if constexpr (BY_INTEGERS) store_integers(nt, b, member, barrier);
       else store(nt, b, member);
     }
@@ -139,11 +166,12 @@ struct LatentProducts {
   // Of 16 numbers, or of 64 dimensions of a tile: that are begun together, and whose operands are in registers.
   static constexpr int KEYS_AT_ONCE = LATENT_KEYS_AT_ONCE, VALUES_AT_ONCE = LATENT_VALUES_AT_ONCE;
   static constexpr int NUMBERS = BY_INTEGERS ? 32 : 16;  // of a product with keys
-  static constexpr int PARTS = K_WORDS / 4, STEPS = DK / NUMBERS / PARTS;  // a part: 16 bytes of a lane's codes
+  // a part: so many times 16 bytes of a lane's codes
+  static constexpr int CHUNKS = BY_INTEGERS ? 2 : 1, PARTS = K_WORDS / 4 / CHUNKS, STEPS = DK / NUMBERS / PARTS;
   static constexpr int STEPS_AT_ONCE = STEPS < KEYS_AT_ONCE ? STEPS : KEYS_AT_ONCE;
   static constexpr int CHUNKS_AT_ONCE = 2 * VALUES_AT_ONCE / OWN_RUN;
   static_assert(IN_HALVES && SHARING == 1 && CHUNKS_AT_ONCE * OWN_RUN == 2 * VALUES_AT_ONCE, "whole chunks");
-  static_assert(K_WORDS % 4 == 0 && STEPS % STEPS_AT_ONCE == 0 && OWN_SLABS % VALUES_AT_ONCE == 0, "whole parts");
+  static_assert(K_WORDS % (4 * CHUNKS) == 0 && STEPS % STEPS_AT_ONCE == 0 && OWN_SLABS % VALUES_AT_ONCE == 0, "whole parts");
   static_assert(!KEY::NORMALISED && !KEY::BIASED && !KEY::OVERLAP && !VALUE::OVERLAP && DK % 64 == 0 && DK == D,
       "rows of other codecs");
 
@@ -151,15 +179,18 @@ struct LatentProducts {
   template <class Multiply> static DI void multiply_keys(u32 tile, const WarpgroupLane& at, Multiply multiply_step) {
     each_part<PARTS>([&](auto part) {
       constexpr int PART = decltype(part)::value;
-      u32 ka[4], kb[4];
-      const u32 from = tile + (at.first_chunk ^ PART << 4);
-      load_shared<16>(from, ka), load_shared<16>(from + 8 * K_ROW, kb);
+      u32 ka[4 * CHUNKS], kb[4 * CHUNKS];
+#pragma unroll
+      for (int i = 0; i < CHUNKS; i++) {
+        const u32 from = tile + (at.first_chunk ^ (PART * CHUNKS + i) << 4);
+        load_shared<16>(from, ka + 4 * i), load_shared<16>(from + 8 * K_ROW, kb + 4 * i);
+      }
       each_part<STEPS / STEPS_AT_ONCE>([&](auto group) {
         constexpr int FIRST = decltype(group)::value * STEPS_AT_ONCE;
         wait_for_all_products_but<1>();
         u32 x[STEPS_AT_ONCE][4];
 #pragma unroll
-        for (int i = 0; i < STEPS_AT_ONCE; i++) operand(x[i], ka, kb, FIRST + i, at.table);
+        for (int i = 0; i < STEPS_AT_ONCE; i++) operand<KEY>(x[i], ka, kb, FIRST + i, at.table);
         begin_products();
         each_part<STEPS_AT_ONCE>([&](auto step) {
           constexpr int i = decltype(step)::value;
@@ -170,15 +201,16 @@ struct LatentProducts {
     });
   }
   // Product w of a part.
-  static DI void operand(u32 (&x)[4], const u32 (&ka)[4], const u32 (&kb)[4], int w, u32 table) {
+  template <class Key>
+  static DI void operand(u32 (&x)[4], const u32* ka, const u32* kb, int w, u32 table) {
     if constexpr (BY_INTEGERS) {
 #pragma unroll
       for (int j = 0; j < 2; j++)
-        x[2 * j] = KEY::key_bytes(ka, 2 * w + j), x[2 * j + 1] = KEY::key_bytes(kb, 2 * w + j);
+        x[2 * j] = Key::key_bytes(ka, 2 * w + j), x[2 * j + 1] = Key::key_bytes(kb, 2 * w + j);
     } else {
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        const uint2 y = key_pairs<KEY>(ka, kb, 2 * w + j, table);
+        const uint2 y = key_pairs<Key>(ka, kb, 2 * w + j, table);
         x[2 * j] = y.x, x[2 * j + 1] = y.y;
       }
     }
@@ -297,7 +329,11 @@ struct LatentProducts {
   }
 };
 #else
-struct LatentQueries {  // of other rows there are none
+struct GivenLatents {  // of other rows there are none
+  template <class... A> DI void ask(A&&...) {}
+  DI void forget() {}
+};
+struct LatentQueries {
   u32 base;
   template <class... A> DI void load(A&&...) const {}
 };
