@@ -42,22 +42,27 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
   if (base % 1024) __trap();
   GivenQuery given;
   GivenLatents latents;
-  const auto ask = [&] {
-    if constexpr (LATENTS) latents.ask(queries, a, sequences, work.sequence, packed_row0, member);
-    else
+  bool goes_on = work.left > 0;
+  const int all = work.left;
+  const auto ask = [&] {  // of memory, what would queue behind copies
+    if constexpr (LATENTS) {
+      work.begin_stretch(a, sequences), work.begin_sequence(sequences, window);
+      latents.ask(queries, a, sequences, work.sequence, packed_row0, member);
+    } else {
       given.ask(
           queries, diagonal_of(a, work.kv_head), sequences, work.sequence, work.kv_head, packed_row0 + 8 * member);
+    }
   };
-  if (work.left > 0) ask();
-  KvTileLoader loader(sequences, a, member, work.kv_head, work.sequence, work.tile, work.left);
+  if (goes_on) ask();
+  KvTileLoader loader(sequences, a, member, work.kv_head, work.sequence, work.tile, all);
   u32 slot = base + RING_AT, free_slot = slot + AHEAD * KV_TILE_BYTES;  // of the next KV tile, and of the one before
   for (int i = 0; i < AHEAD; i++) loader.next(slot + i * KV_TILE_BYTES + member * TILE_BYTES);
   fill_tables(warp);  // while the first tiles are on their way
   const WarpgroupLane at(member, warpgroup + 1, base, KEY_GAIN / Query::NORM / a.key_mean_gain);
   const WarpgroupQueries query{base};
   const float scale = a.scale * (LATENTS ? a.key_mean_gain : KEY_GAIN / Query::NORM);
-  while (work.left > 0) {
-    work.begin_stretch(a, sequences);
+  while (goes_on) {
+    if (!LATENTS) work.begin_stretch(a, sequences);
     if (work.end > work.tile) {
       // what a partial ended with was told behind a barrier, and the next one tells behind another: no need to meet
       if (work.needs_queries()) {
@@ -66,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
         else query.load(given, queries, a, sequences, work.sequence, work.kv_head, packed_row0, member);
         stores_before_wgmma();
         meet(at.barrier);
-        work.begin_sequence(sequences, window);
+        if (!LATENTS) work.begin_sequence(sequences, window);
         keep(work.all_see), keep(work.all_in_window);
       }
       WarpgroupSoftmax softmax;
@@ -99,16 +104,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
         free_slot = slot,
         slot = slot == base + RING_AT + (STAGES - 1) * KV_TILE_BYTES ? base + RING_AT : slot + KV_TILE_BYTES;
       }
-      const bool goes_on = !INVARIANT && work.left > 0 && work.end < sequences.last_tile(work.sequence);
+      const int last = LATENTS ? Sequences::Slots{work.low, work.high}.last_tile() : sequences.last_tile(work.sequence);
+      const bool is_cut = !INVARIANT && work.left > 0 && work.end < last;
       u32* held = Work::held(a, worker, packed_row0);
       // over queries and weights
       const auto own_end = [&] { return (u32*)(shared + TABLES_BYTES + warpgroup * WORKER_BYTES); };
-      u32* to = work.place(a, sequences, run.cut, packed_row0, own_end, goes_on, held);
+      u32* to = work.place(a, sequences, run.cut, packed_row0, own_end, is_cut, held);
       softmax.write(to, at, work.packed_rows(sequences, packed_row0), work.is_held ? held : nullptr);
-      work.is_held = goes_on;
+      work.is_held = is_cut;
     }
     work.end_stretch(a, sequences);
-    if (work.left > 0 && work.needs_queries()) ask();
+    goes_on = work.left > 0;
+    if (goes_on && work.needs_queries()) ask();
     else given.forget(), latents.forget();
   }
   int* ended_in = (int*)(shared + TABLES_BYTES + WORKERS * WORKER_BYTES);

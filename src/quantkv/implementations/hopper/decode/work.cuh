@@ -71,7 +71,7 @@ struct Work {
   DI int key_mean_group(const AttendArguments& a) const { return min(tile / GROUP_TILES, a.key_mean_groups - 1); }
   // Packed query rows of a block that the sequence has.
   DI int packed_rows(const Sequences& sequences, const int& packed_row0) const {
-    return min(PACKED_ROWS, (INVARIANT ? len - context : sequences.queries(sequence)) * GROUP - packed_row0);
+    return min(PACKED_ROWS, (INVARIANT || LATENTS ? len - context : sequences.queries(sequence)) * GROUP - packed_row0);
   }
   // Where the worker's partial is held while its sequence goes on: nothing else is there yet.
   DI static u32* held(const AttendArguments& a, const int& worker, const int& packed_row0) {
