@@ -31,7 +31,7 @@ def disassemble(cubin: Path) -> list[str]:
 
 def is_product(name: str) -> bool:
     """Whether an instruction is a product of the tensor cores: a warp's, or a warpgroup's."""
-    return name.startswith(("HMMA", "HGMMA"))
+    return name.startswith(("HMMA", "HGMMA", "IGMMA"))
 
 
 def kernels(cubin: Path) -> dict[str, list[tuple[str, ...]]]:
