@@ -17,7 +17,8 @@ MOST_TILES = 4  # of 8 packed query rows, of a block: outputs of 512 numbers fil
 @dataclass(frozen=True)
 class LatentConfig(WgmmaConfig):
     """What one compiled kernel is made for where rows are latents, codec `key` and `value`. rope, rope_size: codec and number of their
-    rotated dimensions. keys_at_once, values_at_once: products that are begun together, of 16 numbers of keys, of 64 of values."""
+    rotated dimensions. keys_at_once, values_at_once: products that are begun together, of 16 numbers of keys or 32 `by_integers`, of 64 of
+    values."""
 
     rope: Codec | None = None
     rope_size: int = 0
@@ -58,14 +59,15 @@ def choose(shape: CallShape, rope: Codec, rope_size: int, capacity: int = 1 << 2
 
     A block has as many packed query rows as leave room for two consumer warpgroups, with two KV tiles each: one alone could not hide what
     it waits for. Rows of 16 bits leave none for two: copies of a few tokens are read by one. With more than 16 packed query rows, fewer
-    products are begun together, as outputs leave fewer registers."""
+    products are begun together, as outputs leave fewer registers. Scores of codes that are integers are products of these, for all numbers
+    of heads (notebook/2026-11-29-latents-by-integers.md)."""
     little = capacity <= 1 << 10  # work that is spread
 
     def config(tiles: int, warpgroups: int) -> LatentConfig:
         at_once = 2 if tiles > 2 else 4 if shape.key.row.code_bits == 16 else 8
-        given = dict(warps=WORKER_WARPS * warpgroups, rope=rope, rope_size=rope_size, keys_at_once=at_once, values_at_once=at_once)
-        given |= dict(by_integers=shape.key.hopper().integers)
-        return shape.config(LatentConfig, 8 * tiles, **given)
+        rows = dict(rope=rope, rope_size=rope_size, by_integers=shape.key.hopper().integers)
+        given = dict(warps=WORKER_WARPS * warpgroups, keys_at_once=at_once, values_at_once=at_once)
+        return shape.config(LatentConfig, 8 * tiles, **rows, **given)
 
     sizes = ((n, warpgroups) for warpgroups in (2, 1) for n in range(MOST_TILES, 0, -1))
     most, warpgroups = next((n, warpgroups) for n, warpgroups in sizes if config(n, warpgroups).stages >= 2)
