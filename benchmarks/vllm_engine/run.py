@@ -17,6 +17,7 @@ line of results.jsonl in --out, and `report.py` makes the table. Jobs:
                DeepSeek-V3's geometry with 16 or 128 heads: 16 layers, each with an eighth of a dense layer's inner size and no experts
     gemma4     Gemma 4 26B's geometry, without experts: does it start, how soon, does it repeat
     sleep      a model of two layers from a checkpoint: answers after vLLM's sleep at either level, against those before
+    sleep_latents   the same of two layers of DeepSeek-V3, weights at random: level 1
     cache      a model of two layers: answers from the prefix cache, and of requests that were preempted, against those asked alone
     offload    Llama-3-8B with vLLM's OffloadingConnector: the time to the first token of one prompt of 32,768 tokens, computed, found in
                the prefix cache, and brought back from the host's memory
@@ -63,6 +64,8 @@ GEOMETRIES = {
 GEOMETRIES |= {f"latents{n}": DEEPSEEK_V3 | {"num_attention_heads": n, "num_key_value_heads": n} for n in (16, 128)}
 SMALL_JOBS = ("smoke", "sleep", "cache", "invariant", "one_rank", "two_ranks")
 GEOMETRIES |= dict.fromkeys(SMALL_JOBS, SMALL)
+GEOMETRIES["sleep_latents"] = GEOMETRIES["latents16"] | {"num_hidden_layers": 2, "first_k_dense_replace": 2}
+SLEEPING = {"sleep": (1, 2), "sleep_latents": (1,)}  # levels
 FROM_CHECKPOINT = ("sleep", "one_rank", "two_ranks")
 ON_TWO = ("two_gpus", "two_gpus_reasoning", "two_gpus_latents", "two_ranks")
 DRAFTS = {"ngram": 4, "eagle3": 3}  # tokens of a draft
@@ -76,6 +79,7 @@ JOBS = (
     "latents128",
     "gemma4",
     "sleep",
+    "sleep_latents",
     "cache",
     "offload",
     *DRAFTS,
@@ -161,7 +165,7 @@ def engine(job: str, kv_type: str, out: Path, args) -> object:
     }
     if kv_type.startswith("turboquant_"):
         workers.keep_flash_attention_3()
-    if job == "sleep":
+    if job in SLEEPING:
         options["enable_sleep_mode"] = True
     if job == "cache":
         options |= {"enable_prefix_caching": True, "max_model_len": 1024, "block_size": 16, "num_gpu_blocks_override": CACHE_BLOCKS}
@@ -225,8 +229,8 @@ def measure(job: str, kv_type: str, out: Path, args) -> dict:
         note("padding", scenarios.padding)
     if job == "gemma4":
         return found
-    if job == "sleep":
-        for level in (1, 2):
+    if job in SLEEPING:
+        for level in SLEEPING[job]:
             note("sleep", scenarios.slept, level)
         return found
     if job in FROM_CHECKPOINT:
