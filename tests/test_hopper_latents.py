@@ -233,6 +233,22 @@ def test_queries_of_any_size(fmt, monkeypatch, tmp_path):
 
 
 @runs
+@pytest.mark.parametrize("fmt", ["int4", "int8"])
+def test_largest_sums_of_integers(fmt, monkeypatch, tmp_path):
+    """Every number of a query and of a key is as large as it may be, of one sign or of both: 512 products fit in 32 bits."""
+    cache, batch, (slots, _), (latents, rotated) = cache_of(fmt, (70,), (1,), device=DEVICE)
+    cache = cache.as_stored()
+    signs = torch.where(torch.arange(512, device=DEVICE) % 3 > 0, 1.0, -1.0)
+    rows = signs * torch.tensor([1.0, -1.0], device=DEVICE).repeat(35)[:, None]
+    cache.write(rows[:, None].to(latents), rotated, slots, implementation="reference")
+    q = queries(cache, torch.bfloat16, 16, 1)
+    q[..., :512] = signs.bfloat16() * torch.linspace(-0.5, 0.5, 16, device=DEVICE).bfloat16()[:, None]
+    call = call_of(cache, batch, q, 1)
+    run(monkeypatch, tmp_path, call)
+    check(call, exact(cache, q, (70,), (1,), slots))
+
+
+@runs
 def test_queries_that_are_mapped_before(monkeypatch, tmp_path):
     """Of an engine whose projections hold the rotation."""
     cache, batch, (slots, _), _ = cache_of("int4", LENS, DECODE, device=DEVICE)

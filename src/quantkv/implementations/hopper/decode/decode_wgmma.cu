@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
   GivenQuery given;
   GivenLatents latents;
   bool goes_on = work.left > 0;
-  const int all = work.left;
+  const int tiles = work.left;  // of the run: ask() begins a stretch
   const auto ask = [&] {  // of memory, what would queue behind copies
     if constexpr (LATENTS) {
       work.begin_stretch(a, sequences), work.begin_sequence(sequences, window);
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
     }
   };
   if (goes_on) ask();
-  KvTileLoader loader(sequences, a, member, work.kv_head, work.sequence, work.tile, all);
+  KvTileLoader loader(sequences, a, member, work.kv_head, work.sequence, work.tile, tiles);
   u32 slot = base + RING_AT, free_slot = slot + AHEAD * KV_TILE_BYTES;  // of the next KV tile, and of the one before
   for (int i = 0; i < AHEAD; i++) loader.next(slot + i * KV_TILE_BYTES + member * TILE_BYTES);
   fill_tables(warp);  // while the first tiles are on their way
