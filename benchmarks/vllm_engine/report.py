@@ -25,7 +25,8 @@ JOBS = dict.fromkeys(("two_gpus", "two_gpus_reasoning"), "two GPUs, Llama-3-70B 
 JOBS |= {"two_gpus_latents": "two GPUs, DeepSeek-V3 with 16 layers, 16 heads on each: "}
 JOBS |= {f"latents{n}": f"DeepSeek-V3 with 16 layers, {n} heads: " for n in (16, 128)}
 JOBS |= {"ngram": "4 drafts found in the text, 2.5 tokens a step accepted: ", "eagle3": "3 drafts of EAGLE-3, 2.5 tokens a step accepted: "}
-LEFT_OUT = ("smoke", "sleep", "cache", "invariant")  # models of two layers
+JOBS |= {"mtp": "3 drafts of MTP, 2.5 tokens a step accepted: "}
+LEFT_OUT = ("smoke", "sleep", "sleep_latents", "cache", "invariant")  # models of two layers
 
 
 def cell(scenario: str, found: dict, base: dict) -> str:

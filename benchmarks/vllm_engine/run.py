@@ -21,9 +21,9 @@ line of results.jsonl in --out, and `report.py` makes the table. Jobs:
     cache      a model of two layers: answers from the prefix cache, and of requests that were preempted, against those asked alone
     offload    Llama-3-8B with vLLM's OffloadingConnector: the time to the first token of one prompt of 32,768 tokens, computed, found in
                the prefix cache, and brought back from the host's memory
-    ngram, eagle3
-               Llama-3-8B with drafts: 4 tokens found in the text (ngram), or 3 of an EAGLE-3 head. Weights are random, so vLLM accepts
-               drafts at random too, ACCEPTED tokens a step with every type
+    ngram, eagle3, mtp
+               Llama-3-8B's geometry with drafts: 4 tokens found in the text (ngram), or 3 of an EAGLE-3 head, or of a layer of MTP, as
+               MiMo-7B has it. Weights are random, so vLLM accepts drafts at random too, ACCEPTED tokens a step with every type
     invariant  VLLM_BATCH_INVARIANT=1: three sequences replay the graph of four with the tokens of four
     two_gpus, two_gpus_reasoning
                a quarter of Llama-3-70B's layers on two GPUs: decode; short prompts and long answers
@@ -56,6 +56,7 @@ EIGHT_BIT = "+8bit"
 LONG = (32768, 131072)  # tokens of a prompt
 GEOMETRIES = {
     "gemma4": GEMMA_4,
+    "mtp": LLAMA_8B | {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1},
     "long_prompts": LLAMA_8B | {"max_position_embeddings": 2 * LONG[-1]},
     "two_gpus": LLAMA_70B,
     "two_gpus_reasoning": LLAMA_70B,
@@ -68,7 +69,7 @@ GEOMETRIES["sleep_latents"] = GEOMETRIES["latents16"] | {"num_hidden_layers": 2,
 SLEEPING = {"sleep": (1, 2), "sleep_latents": (1,)}  # levels
 FROM_CHECKPOINT = ("sleep", "one_rank", "two_ranks")
 ON_TWO = ("two_gpus", "two_gpus_reasoning", "two_gpus_latents", "two_ranks")
-DRAFTS = {"ngram": 4, "eagle3": 3}  # tokens of a draft
+DRAFTS = {"ngram": 4, "eagle3": 3, "mtp": 3}  # tokens of a draft
 ACCEPTED = 2.5  # tokens of a step and sequence, the one that is no draft's included
 JOBS = (
     "smoke",
@@ -134,6 +135,8 @@ def drafts(job: str, out: Path) -> dict:
     found = {"num_speculative_tokens": DRAFTS[job], "rejection_sample_method": "synthetic", "synthetic_acceptance_length": ACCEPTED}
     if job == "ngram":
         return found | {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+    if job == "mtp":
+        return found | {"method": "mtp"}
     head = LLAMA_8B | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": VOCABULARY}
     return found | {"method": "eagle3", "model": write_config(out / "models" / "eagle3-head", **head)}
 
