@@ -41,13 +41,12 @@ struct Product {  // of this lane: rows g and g + 8 of a, its numbers of d
   float (*d)[4];
   int tiles;
   bool bfloat, add;
-  float a[2][16];
+  u16 a[2][16];  // where it is in registers
   u64 b;
   std::vector<u32> given, read;  // d, and what it reads of shared memory, as they were
   bool across = false;           // b's rows are summed over, and not those of b^T
   u64 from = 0;                  // of a, where it is in shared memory
   bool integers = false;         // numbers are pairs of 8 bits with signs, and d has 32 bits
-  u16 pairs[2][16] = {};         // a, where it is in registers
 };
 CPU_VAR std::vector<std::vector<Product>> cpu_products;  // of each thread: what has not run
 CPU_VAR std::vector<std::vector<int>> cpu_groups;        // of each thread: products in each group that was committed
@@ -95,31 +94,28 @@ template <class T> inline std::vector<T>& cpu_mine(std::vector<std::vector<T>>& 
 CPU_FN int cpu_of_integers(u16 x, u16 y) {
   return (signed char)x * (signed char)y + (signed char)(x >> 8) * (signed char)(y >> 8);
 }
+CPU_FN u16 cpu_of_a(const Product& p, int i, int k) {  // number k of the row of this lane's number i of a tile of d
+  return p.from ? p.read[p.tiles * 32 + i / 2 * 16 + k] : p.a[i / 2][k];
+}
 CPU_FN void cpu_run_product(Product& p) {
   for (int n = 0; p.integers && n < p.tiles; n++)
     for (int i = 0; i < 4; i++) {
       int& sum = ((int(*)[4])p.d)[n][i];
       if (!p.add) sum = 0;
-      for (int k = 0; k < 16; k++)
-        sum += cpu_of_integers(
-            p.from ? p.read[p.tiles * 32 + i / 2 * 16 + k] : p.pairs[i / 2][k], p.read[(2 * n + i % 2) * 16 + k]);
+      for (int k = 0; k < 16; k++) sum += cpu_of_integers(cpu_of_a(p, i, k), p.read[(2 * n + i % 2) * 16 + k]);
     }
   if (p.integers) return;
   for (int n = 0; n < p.tiles; n++)
     for (int i = 0; i < 4; i++) {
       double sum = 0;
       for (int k = 0; k < 16; k++)
-        sum += (double)(p.from ? cpu_number(p, p.read[p.tiles * 32 + i / 2 * 16 + k]) : p.a[i / 2][k]) *
-            cpu_number(p, p.read[(2 * n + i % 2) * 16 + k]);
+        sum += (double)cpu_number(p, cpu_of_a(p, i, k)) * cpu_number(p, p.read[(2 * n + i % 2) * 16 + k]);
       p.d[n][i] = (float)((p.add ? p.d[n][i] : 0.0) + sum);
     }
 }
 CPU_FN void cpu_give_rows(Product& p, const Lanes& lanes) {  // of a, in registers
   for (int r = 0; r < 2; r++)
-    for (int k = 0; k < 16; k++) {
-      p.pairs[r][k] = lanes(cpu_lane() / 4 * 4 + k % 8 / 2, k / 8 * 2 + r) >> k % 2 * 16;
-      if (!p.integers) p.a[r][k] = cpu_number(p, p.pairs[r][k]);
-    }
+    for (int k = 0; k < 16; k++) p.a[r][k] = lanes(cpu_lane() / 4 * 4 + k % 8 / 2, k / 8 * 2 + r) >> k % 2 * 16;
 }
 CPU_FN void cpu_begin_product(Product& p) {
   if (!cpu_mine(cpu_products).size() || cpu_fiber->begun) p.given = cpu_bits(p), p.read = cpu_read(p);

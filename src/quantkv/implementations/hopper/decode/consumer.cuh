@@ -193,15 +193,6 @@ struct WarpgroupQueries {
     const int lane = threadIdx.x % 32, row = 8 * nt + lane / 4;
     return base + w / 4 * SLAB + matrix_chunk(row, w % 4 * 2 + half) + lane % 4 * 4;
   }
-  DI u32 latent_operand(int nt, int w, int half) const {  // the same of latents, in the order in which keys are read
-    return operand(nt, w ^ latent_chunk(threadIdx.x % 4) * (DK / 16 / (K_ROW / 64)), half);
-  }
-  // Of integers: a part of packed query rows, the first or the second, eight rows of a matrix after the other.
-  DI u32 integer_operand(int nt, int part, int w, int half) const {
-    const int c = threadIdx.x % 4, row = 16 * nt + 8 * part + threadIdx.x % 32 / 4;
-    w ^= latent_chunk(c) * (DK / 32 / (K_ROW / 64));
-    return base + w / 4 * (2 * SLAB) + matrix_chunk(row, w % 4 * 2 + half) + c * 4;
-  }
   DI void store(int nt, const Query& query) const {
 #pragma unroll
     for (int j = 0; j < DK / 8; j++) store_shared(operand(nt, j / 2, j % 2), query.b[0][j]);

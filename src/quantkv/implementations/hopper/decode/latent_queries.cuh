@@ -41,6 +41,18 @@ struct GivenLatents {
 // The queries of one sequence in shared memory.
 struct LatentQueries : WarpgroupQueries {
   static constexpr int WORDS = GivenLatents::WORDS, STEPS = WORDS / 2;
+  // Numbers of a product with keys; bytes of a matrix of 128 bytes a column: integers have two columns, of a byte each.
+  static constexpr int NUMBERS = BY_INTEGERS ? 32 : 16, KEY_SLAB = BY_INTEGERS ? 2 * SLAB : SLAB;
+  // As operand(), in the order in which keys are read.
+  DI u32 latent_operand(int nt, int w, int half) const {
+    return operand(nt, w ^ latent_chunk(threadIdx.x % 4) * (DK / 16 / (K_ROW / 64)), half);
+  }
+  // Of integers: a part of packed query rows, the first or the second, eight rows of a matrix after the other.
+  DI u32 integer_operand(int nt, int part, int w, int half) const {
+    const int c = threadIdx.x % 4, row = 16 * nt + 8 * part + threadIdx.x % 32 / 4;
+    w ^= latent_chunk(c) * (DK / 32 / (K_ROW / 64));
+    return base + w / 4 * KEY_SLAB + matrix_chunk(row, w % 4 * 2 + half) + c * 4;
+  }
   // Eight packed query rows where warps exchange their quarters of them, those of two tiles in turn: word i of a lane,
   // and those behind it.
   static DI u32 exchanged(u32 scratch, int nt, int member, int i) {

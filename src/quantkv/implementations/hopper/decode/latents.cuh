@@ -4,17 +4,17 @@
 // would read them again, a tile takes longer than its bytes do from memory (notebook/2026-11-25-hopper-latents.md).
 //
 // Keys whose codes are integers are multiplied so (integer_query.cuh): a product takes 32 numbers, not 16, and both
-// bytes of a query are columns of their own, eight packed query rows after the other (integer_operand).
+// bytes of a query are columns of their own, those of eight packed query rows after the other.
 #pragma once
 #include "latent_queries.cuh"
 
 #if ROPE_SIZE > 0
 struct LatentProducts {
-  // Of NUMBERS numbers, or of 64 dimensions of a tile: that are begun together, and whose operands are in registers.
+  // Of so many numbers, or of 64 dimensions of a tile: that are begun together, and whose operands are in registers.
   static constexpr int KEYS_AT_ONCE = LATENT_KEYS_AT_ONCE, VALUES_AT_ONCE = LATENT_VALUES_AT_ONCE;
-  static constexpr int NUMBERS = BY_INTEGERS ? 32 : 16;  // of a product with keys
   // a part: so many times 16 bytes of a lane's codes
-  static constexpr int CHUNKS = BY_INTEGERS ? 2 : 1, PARTS = K_WORDS / 4 / CHUNKS, STEPS = DK / NUMBERS / PARTS;
+  static constexpr int CHUNKS = BY_INTEGERS ? 2 : 1, PARTS = K_WORDS / 4 / CHUNKS;
+  static constexpr int STEPS = DK / LatentQueries::NUMBERS / PARTS;
   static constexpr int STEPS_AT_ONCE = STEPS < KEYS_AT_ONCE ? STEPS : KEYS_AT_ONCE;
   static constexpr int CHUNKS_AT_ONCE = 2 * VALUES_AT_ONCE / OWN_RUN;
   static_assert(IN_HALVES && SHARING == 1 && CHUNKS_AT_ONCE * OWN_RUN == 2 * VALUES_AT_ONCE, "whole chunks");
@@ -23,8 +23,8 @@ struct LatentProducts {
   static_assert(!SUMMED && !KEY::NORMALISED && !KEY::BIASED && !KEY::OVERLAP && !VALUE::OVERLAP, "codes as they are");
   static_assert(DK % 64 == 0 && DK == D, "rows without padding");
 
-  // Begins products of this warp's keys with the queries: multiply_step(number of the product, its operand).
-  template <class Multiply> static DI void multiply_keys(u32 tile, const WarpgroupLane& at, Multiply multiply_step) {
+  // Begins products of this warp's keys with the queries, to sums.
+  template <class Sums> static DI void multiply_keys(Sums& sums, u32 tile, const WarpgroupLane& at, u64 queries) {
     each_part<PARTS>([&](auto part) {
       constexpr int PART = decltype(part)::value;
       u32 ka[4 * CHUNKS], kb[4 * CHUNKS];
@@ -41,26 +41,28 @@ struct LatentProducts {
         for (int i = 0; i < STEPS_AT_ONCE; i++) operand<KEY>(x[i], ka, kb, FIRST + i, at.table);
         begin_products();
         each_part<STEPS_AT_ONCE>([&](auto step) {
-          constexpr int i = decltype(step)::value;
-          multiply_step(Constant<PART * STEPS + FIRST + i>{}, x[i]);
+          constexpr int i = decltype(step)::value, w = PART * STEPS + FIRST + i;
+          add_product<(w > 0)>(
+              sums, x[i], queries + (w / 4 * LatentQueries::KEY_SLAB + w % 4 * 32) / 16);
         });
         commit_products();
       });
     });
   }
+  template <bool ADD> static DI void add_product(float (&s)[TILES][4], const u32 (&x)[4], u64 b) {
+    multiply<KEY, ADD>(s, x[0], x[1], x[2], x[3], b);
+  }
+  template <bool ADD> static DI void add_product(int (&s)[2 * TILES][4], const u32 (&x)[4], u64 b) {
+    IntegerWgmma<2 * TILES>::template multiply<ADD>(s, x[0], x[1], x[2], x[3], b);
+  }
   // Product w of a part.
-  template <class Key>
-  static DI void operand(u32 (&x)[4], const u32* ka, const u32* kb, int w, u32 table) {
-    if constexpr (BY_INTEGERS) {
+  template <class Key> static DI void operand(u32 (&x)[4], const u32* ka, const u32* kb, int w, u32 table) {
 #pragma unroll
-      for (int j = 0; j < 2; j++)
-        x[2 * j] = Key::key_bytes(ka, 2 * w + j), x[2 * j + 1] = Key::key_bytes(kb, 2 * w + j);
-    } else {
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        const uint2 y = key_pairs<Key>(ka, kb, 2 * w + j, table);
-        x[2 * j] = y.x, x[2 * j + 1] = y.y;
-      }
+    for (int j = 0; j < 2; j++) {
+      uint2 y;
+      if constexpr (BY_INTEGERS) y = make_uint2(Key::key_bytes(ka, 2 * w + j), Key::key_bytes(kb, 2 * w + j));
+      else y = key_pairs<Key>(ka, kb, 2 * w + j, table);
+      x[2 * j] = y.x, x[2 * j + 1] = y.y;
     }
   }
   // Of a lane's two keys, in the queries' units. Both parts of a packed query row are in one lane.
@@ -86,18 +88,7 @@ struct LatentProducts {
     const u64 queries = matrix_descriptor(at.base);
     load_metas(tile, at, meta);
     int y[2 * TILES][4];
-    if constexpr (BY_INTEGERS) {
-      multiply_keys(tile, at, [&](auto w, const u32 (&x)[4]) {
-        constexpr int W = decltype(w)::value;
-        IntegerWgmma<2 * TILES>::template multiply<(W > 0)>(
-            y, x[0], x[1], x[2], x[3], queries + (W / 4 * 2 * SLAB + W % 4 * 32) / 16);
-      });
-    } else {
-      multiply_keys(tile, at, [&](auto w, const u32 (&x)[4]) {
-        constexpr int W = decltype(w)::value;
-        multiply<KEY, (W > 0)>(s, x[0], x[1], x[2], x[3], queries + (W / 4 * SLAB + W % 4 * 32) / 16);
-      });
-    }
+    if constexpr (BY_INTEGERS) multiply_keys(y, tile, at, queries); else multiply_keys(s, tile, at, queries);
     u32 a[SECOND_ROW / 16], b[SECOND_ROW / 16];
 #pragma unroll
     for (int i = 0; i < SECOND_ROW / 64; i++) {
