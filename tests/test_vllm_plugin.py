@@ -1268,19 +1268,44 @@ def test_a_graph_has_no_bound_of_the_longest_sequence(builder):
     assert builder.build_for_drafting(given, 0).batch.max_seq_len is None
 
 
+def test_drafts_of_one_graph_read_what_vllm_has_filled_anew(monkeypatch):
+    """A captured step, once it is updated, stores and answers as one that is built of the same numbers: lengths, slots, positions and
+    blocks of five pages."""
+    monkeypatch.setattr(serving, "served", {})
+    drafts, fresh = (builder_of([Layer("a")], "cpu", block_size=80, alignment=5 * 16) for _ in range(2))
+    assert drafts.supports_draft_decode_metadata_update is True
+    generator = torch.Generator().manual_seed(0)
+    held, q = PagedCache(get_format("fp32").cache_spec(1, 16), 80), torch.randn(2, 1, 16, generator=generator)
+    held.write(*torch.randn(2, 80 * 16, 1, 16, generator=generator), torch.arange(80 * 16))
+    row = torch.randn(2, 1, 16, generator=generator)
+    given = common([1, 1], [100, 30])
+    step = drafts.build_for_cudagraph_capture(given)
+    before = step.attend(held, q, 0.25)
+    given.block_table_tensor.copy_(given.block_table_tensor.flip(0))
+    given.seq_lens[:2] += 1
+    given.slot_mapping.copy_(torch.tensor([9 * 80 + 20, 30]))
+    drafts.update_draft_decode_metadata(step)
+    step.write(held, row, row)
+    found, expected = (one.attend(held, q, 0.25) for one in (step, fresh.build(0, replace(given, max_seq_len=101))))
+    assert torch.equal(found, expected) and not torch.isclose(found, before).any(-1).any()
+    assert torch.equal(held.dequantize(given.slot_mapping)[0], row)
+
+
 def test_full_precision_tokens_are_of_layers_with_pages_of_their_own(builder, monkeypatch):
     """In the order of their numbers."""
     given, Impl = [], partial(SimpleNamespace, who_serves=None)
-    monkeypatch.setattr(metadata, "full_precision_group", lambda layers, *rest: given.append(layers))
+    monkeypatch.setattr(metadata, "full_precision_group", lambda layers, *rest: given.append(layers) or layers)
     held = {
         f"layers.{number}": SimpleNamespace(layer_name=f"layers.{number}", impl=Impl(full_precision=tokens, owner=owner))
         for number, tokens, owner in ((10, "some", None), (11, "some", None), (9, "some", None), (3, "some", "layers.9"), (2, None, None))
     }
     builder.take_layers(SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=held)), list(held))
     assert given == [[held[f"layers.{number}"] for number in (9, 10, 11)]] and builder.last is held["layers.11"]
+    assert builder.supports_draft_decode_metadata_update is False  # which pages have a copy is worked out outside of graphs
     given.clear()
     builder.full_precision = None
     builder.take_layers(SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=held)), ["layers.3", "layers.2"])
+    assert builder.supports_draft_decode_metadata_update is True
     assert given == [] and builder.full_precision is None and builder.layers == [held["layers.3"], held["layers.2"]]
 
 

@@ -192,7 +192,8 @@ def engine(job: str, kv_type: str, out: Path, args) -> object:
             options["additional_config"]["quantkv_policy"] = checkpoint.write_policy(folder, geometry)
     if job in DRAFTS:
         options["speculative_config"] = drafts(job, out)
-        options["compilation_config"]["cudagraph_capture_sizes"] = [(1 + DRAFTS[job]) * n for n in (1, 8, 32, 40, 48, most)]
+        queries = (1, 1 + DRAFTS[job])  # of a sequence: in a step that drafts, and in one that verifies
+        options["compilation_config"]["cudagraph_capture_sizes"] = sorted({n * q for n in (1, 8, 32, 40, 48, most) for q in queries})
     if job not in COMPUTED and not computes_contexts(kv_type, args):
         options["kv_transfer_config"] = {"kv_connector": "BenchConnector", "kv_connector_module_path": "connector", "kv_role": "kv_both"}
     return LLM(str(folder), **options | json.loads(args.extra))

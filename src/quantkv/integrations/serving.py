@@ -25,7 +25,10 @@ class Step(ForwardMetadata):
     """One step of a server, whose calls are counted.
 
     kind: "decode" where each sequence has as many queries as a decode or a verification has, else "mixed".
+    blocks: `[S, W]`, the server's own table, of which `block_table` is made; None: it is not asked for.
     """
+
+    blocks: torch.Tensor | None = None
 
     def __init__(self, kind: str, *of_step: Any, **named: Any) -> None:
         super().__init__(*of_step, **named)

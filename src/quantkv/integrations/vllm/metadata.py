@@ -52,6 +52,8 @@ class StepBuilder:
         if kept:
             kept.sort(key=lambda layer: extract_layer_index(layer.layer_name))
             self.full_precision, self.last = full_precision_group(kept, vllm_config, self.device), kept[-1]
+        # A model's drafts are one graph then: what they read lies where it is. Layers that draft have no full-precision tokens.
+        self.supports_draft_decode_metadata_update = self.full_precision is None
 
     def attach_full_precision(self, metadata: ForwardMetadata, advance: bool) -> None:
         """Say in a step's metadata what it reads at full precision. advance: whether it runs now."""
@@ -105,6 +107,9 @@ class StepBuilder:
     def build_for_drafting(self, common_attn_metadata, draft_index):
         """The same for a model that drafts: with no bound on lengths, since it goes on by itself."""
         return self._build(common_attn_metadata, None)
+
+    def update_draft_decode_metadata(self, metadata):
+        """Before each draft, in a graph of all of them: its prepared calls read lengths, slots and positions where vLLM fills them anew."""
 
 
 class QuantKVBuilder(StepBuilder, AttentionMetadataBuilder[Step]):
@@ -164,7 +169,12 @@ class QuantKVBuilder(StepBuilder, AttentionMetadataBuilder[Step]):
 
     def _metadata(self, kind: str, m, batch: Batch, num_tokens: int, ranges: torch.Tensor | None, advance: bool) -> Step:
         """What vLLM says in `m` that concerns the sequences of `batch`."""
-        tensors = self.pages.table(m.block_table_tensor[: batch.num_seqs]), m.slot_mapping, m.positions
-        metadata = Step(kind, batch, *tensors, num_tokens=num_tokens, prefix_ranges=ranges)
+        blocks = m.block_table_tensor[: batch.num_seqs]
+        metadata = Step(kind, batch, self.pages.table(blocks), m.slot_mapping, m.positions, num_tokens=num_tokens, prefix_ranges=ranges)
+        metadata.blocks = blocks
         self.attach_full_precision(metadata, advance)
         return metadata
+
+    def update_draft_decode_metadata(self, metadata: Step) -> None:
+        """The same, and the table of pages is made anew of vLLM's blocks."""
+        self.pages.table(metadata.blocks)
