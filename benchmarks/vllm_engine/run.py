@@ -265,6 +265,8 @@ def measure(job: str, kv_type: str, out: Path, args) -> dict:
     scenario = partial(scenarios.speculative if job in DRAFTS else scenarios.decode, profile=args.profile)
     for size in args.decode.split(",") if job in DECODING else ["4x200"] if job in ("smoke", "invariant") else ["64x8192"]:
         note("drafts" if job in DRAFTS else "decode", scenario, *map(int, size.split("x")))
+    if job in DRAFTS and job != "ngram":
+        note("redrafted", scenarios.redrafted)
     if job == "main" and args.fit and kv_type in FIT:
         note("fit", scenarios.decode, FIT[kv_type], 8192, 48)
     return found

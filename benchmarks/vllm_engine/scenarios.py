@@ -155,6 +155,17 @@ def speculative(llm, sequences: int, context: int, steps: int = 64, profile: boo
     return found
 
 
+def redrafted(llm, sequences: int = 33, context: int = 1000, steps: int = 16) -> dict:
+    """Drafts, and the same made again a draft at a time: see `workers.draft_twice`. A graph of so many sequences has padding."""
+    engine = llm.llm_engine
+    llm.collective_rpc(workers.draft_twice)
+    names, *_ = begin(engine, prompts(sequences, context, 3), sampling(8 * steps))
+    for _ in range(steps):
+        engine.step()
+    drain(engine, names)
+    return llm.collective_rpc(workers.drafted)[0]
+
+
 def reasoning(llm, requests: int, prompt: int, answer: int, limit: float = 150.0) -> dict:
     """Requests that think at length: all arrive at once, with short prompts, and answers of half to one and a half times `answer`. What
     did not end within `limit` seconds is left out. How many ran together is of all steps."""

@@ -68,6 +68,37 @@ def tile(worker, blocks: list[int], num_blocks: int) -> None:
             pages[first : first + count] = source[:count]
 
 
+def draft_twice(worker) -> None:
+    """From now on the model that drafts drafts each step again from the same state, a draft at a time and without a graph of drafts.
+    `drafted` says how often both are one."""
+    speculator, worker.drafted = worker.model_runner.speculator, []
+    propose, manager = speculator.propose, speculator.decode_cudagraph_manager
+
+    def twice(*given, **named):
+        kept = [[t.clone() for t in value] if isinstance(value, list) else value for value in given]
+        kept[3] = given[3].clone()  # hidden states lie in the memory of graphs, as aux_hidden_states in the list do
+        first = propose(*given, **named).clone()
+        fused, captured = speculator.supports_decode_metadata_update, manager._graphs_captured
+        speculator.supports_decode_metadata_update = manager._graphs_captured = False
+        again = propose(*kept, **named)
+        speculator.supports_decode_metadata_update, manager._graphs_captured = fused, captured
+        worker.drafted.append((fused, first, again.clone()))
+        return again
+
+    speculator.propose = twice
+
+
+def drafted(worker) -> dict:
+    """Of the drafts behind the first of each step, how many were the same twice; whether they were made in one graph."""
+    pairs = [(first[:, 1:], again[:, 1:]) for _, first, again in worker.drafted]
+    return {
+        "fused": all(fused for fused, *_ in worker.drafted),
+        "drafts": sum(again.numel() for _, again in pairs),
+        "equal": sum(int((first == again).sum()) for first, again in pairs),
+        "different_tokens": len(torch.cat([again for _, again in pairs]).unique()),
+    }
+
+
 def facts(worker) -> dict:
     """Choices of this worker: classes, graphs, layout, who serves; of several ranks, whether vLLM's own all-reduce and multicast run."""
     runner, config = worker.model_runner, worker.model_runner.vllm_config
