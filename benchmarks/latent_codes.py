@@ -173,6 +173,7 @@ def lloyd(table: torch.Tensor) -> torch.Tensor:
 CODES: tuple[tuple[str, float, Code], ...] = (
     ("fp8, 4 scales (vLLM's)", FP8_BYTES, lambda rows, hessian: fp8(rows)),
     ("int4", 256 + 4 + SPARE, uniform(512)),
+    ("int4 without the mean" + ROTATED_INT8, 256 + 4 + SPARE_INT8, centred(uniform(512))),
     ("int4, groups of 64", 256 + 8 * 4 + SPARE, uniform(64)),
     ("int4, groups of 32", 256 + 16 * 4 + SPARE, uniform(32)),
     ("levels4", 256 + 2 + SPARE, plain(4)),

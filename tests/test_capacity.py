@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache  # noqa: E402
 
 from architectures import ARCHITECTURES  # noqa: E402
-from quantkv import PagedCache, format_table, geometry, parameters  # noqa: E402
+from quantkv import PagedCache, format_table, geometry, parameters, policy_file  # noqa: E402
 from quantkv.capacity import LayerCache, capacity, state_bytes  # noqa: E402
 from quantkv.format import aliases_of, available_formats, get_format  # noqa: E402
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
@@ -135,6 +135,7 @@ def test_latents_are_counted_once(name: str):
     model = geometry.read(config_of(name))
     for fmt, row in (("int4", 256 + 4 + 128), ("int4+bf16", 256 + 4 + 128), ("int8", 512 + 4 + 128), ("none", 1024 + 128)):
         assert capacity(model, one(fmt)).bytes_per_token == 61 * row
+    assert capacity(model, policy_file.named("4bit")).bytes_per_token == 61 * (256 + 4 + 64 + 4)  # int4+int8
 
 
 @pytest.mark.parametrize("name", ["Qwen3-Next", "Qwen3.5", "Qwen3.5-MoE"])

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from quantkv import LayerMaps, LinearMap
+from quantkv import LayerMaps, LinearMap, policy_file
 from quantkv.calibration import Calibration, LayerMoments
 from quantkv.full_precision import FullPrecisionTokens
 from quantkv.policy import Policy
@@ -29,6 +29,21 @@ def test_formats_by_layer(tmp_path):
         policy.check(5)
 
 
+def test_layers_of_latents_may_have_a_format_of_their_own(tmp_path):
+    """Those that `layers` does not name."""
+    policy = Policy("levels4", {1: "int8"}, latents="int4+int8", statistics="auto")
+    policy.save(tmp_path / "policy.json")
+    assert json.loads((tmp_path / "policy.json").read_text())["latents"] == "int4+int8"
+    assert Policy.load(tmp_path / "policy.json") == policy
+    assert Policy.from_dict({"format": "levels4", "layers": {1: "int8"}, "latents": "int4+int8", "statistics": "auto"}) == policy
+    assert policy.of_latents() == Policy("int4+int8", {1: "int8"}, statistics="auto")
+    for given in (policy, policy_file.read(tmp_path / "policy.json")):
+        assert [given.name_of(i) for i in range(2)] == ["levels4", "int8"]
+        assert [given.of_latents().name_of(i) for i in range(2)] == ["int4+int8", "int8"]
+    plain = Policy("levels4")
+    assert plain.of_latents() is plain and policy.of_latents().of_latents() == policy.of_latents()
+
+
 WRONG = {
     "unknown format": ({"format": "int5"}, "format='int5' is unknown"),
     "unknown format of a layer": ({"layers": {"1": "int44"}}, "did you mean 'int4'"),
@@ -40,6 +55,8 @@ WRONG = {
     "version": ({"policy_version": 2}, "policy_version=2: 1 is needed"),
     "unknown field": ({"formats": {}}, "policy="),
     "no file of maps": ({"maps": "absent.safetensors"}, "policy.maps=.*absent"),
+    "latents without a name": ({"latents": 4}, r"policy.latents=4: the name of a format, such as int4\+int8, is needed"),
+    "unknown format of latents": ({"latents": "int5+int8"}, "format='int5' is unknown"),
 }
 
 

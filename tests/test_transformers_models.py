@@ -177,7 +177,9 @@ def test_heads_of_two_sizes():
     assert geometry_of(model.config).heads == {0: Heads(2, 16, 16), 1: Heads(2, 32, 32)}
 
 
-@pytest.mark.parametrize("fmt, name", [("int4", "int4+fp32"), ("none", "fp32+fp32"), ("k8v4", "k8v4+fp32"), ("int4+int8", "int4+int8")])
+@pytest.mark.parametrize(
+    "fmt, name", [("int4", "int4+fp32"), ("none", "fp32+fp32"), ("k8v4", "k8v4+fp32"), ("int4+int8", "int4+int8"), ("4bit", "int4+int8")]
+)
 def test_a_latent_is_stored_in_the_k_half(fmt, name):
     """32 latent dimensions at the width of the format and 16 rotated ones, at full width where it does not say another, for one head."""
     model = use_quantkv_attention(build("DeepSeek V3"))

@@ -79,6 +79,8 @@ def test_bytes_of_a_token_are_of_its_latent_and_of_rotated_dimensions_as_the_mod
     model.dtype = torch.float32
     assert backend.content_bytes(None) == RANK + meta + 4 * ROPE
     assert backend.token_bytes(int8, 999, 64, torch.bfloat16) == RANK + meta + 2 * ROPE
+    cache.cache_dtype = "quantkv_4bit"
+    assert backend.content_bytes(None) == RANK // 2 + meta + ROPE + 4  # int4+int8
     assert backend.of(int4.latents(torch.bfloat16), RANK, ROPE).content_bytes(None) == RANK // 2 + meta + 2 * ROPE
 
 

@@ -150,7 +150,7 @@ def test_bytes_of_a_token_are_those_of_the_smallest_page(monkeypatch):
     """A format of another package may have pages that are no whole number of bytes a token."""
     impl = bare(dtype=torch.bfloat16, head_size=64)
     for module in (implementation, backend):
-        monkeypatch.setattr(module, "format_of", lambda name, dtype: page_of(int(name)))
+        monkeypatch.setattr(module, "format_of", lambda name, dtype, latent=False: page_of(int(name) - 8 * latent))
     asks = (lambda name: impl._token_bytes(name), lambda name: mla.latent_bytes(page_of(int(name)), (256, 64), torch.bfloat16))
     for ask in asks:
         assert ask("176") == 11
@@ -159,6 +159,7 @@ def test_bytes_of_a_token_are_those_of_the_smallest_page(monkeypatch):
     given = (64, torch.bfloat16)
     assert QuantKVBackend.supports_combination(*given, "176", None, False, False, False, False, None) is None
     assert "block_size=16" in QuantKVBackend.supports_combination(*given, "168", None, False, False, False, False, None)
+    assert "block_size=16" in QuantKVBackend.supports_combination(*given, "176", None, True, False, False, False, None)  # of latents
     assert QuantKVBackend.supports_combination(*given, "168", 32, False, False, False, False, None) is None
     assert QuantKVBackend.token_bytes(page_of(168), 64, 32, torch.bfloat16) == 10
 

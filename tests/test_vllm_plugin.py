@@ -48,7 +48,7 @@ from quantkv.geometry import Heads  # noqa: E402
 from quantkv.integrations import asked, serving  # noqa: E402
 from quantkv.integrations.seen_layers import SeenLayers  # noqa: E402
 from quantkv.integrations.vllm import blocks, connectors, implementation, metadata, mixed, mla, platform, statistics  # noqa: E402
-from quantkv.integrations.vllm.asked import reads_own_rows  # noqa: E402
+from quantkv.integrations.vllm.asked import policy_of, reads_own_rows  # noqa: E402
 from quantkv.integrations.vllm.backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, format_of  # noqa: E402
 from quantkv.integrations.vllm.blocks import PackedBlocks, kernel_pages  # noqa: E402
 from quantkv.integrations.vllm.implementation import QuantKVImpl  # noqa: E402
@@ -263,7 +263,8 @@ def test_what_prompts_read_is_what_a_configuration_says(tmp_path):
     def asked(invariant=False, policy=None, **options):
         options |= {} if policy is None else {"quantkv_policy": str(files[policy])}
         cache = SimpleNamespace(cache_dtype="quantkv_int4" if policy is None else "quantkv_policy")
-        return reads_own_rows(SimpleNamespace(additional_config=options, cache_config=cache), invariant)
+        model = SimpleNamespace(use_mla=False)
+        return reads_own_rows(SimpleNamespace(additional_config=options, cache_config=cache, model_config=model), invariant)
 
     assert asked() and asked(policy="own") and not asked(policy="stored") and not asked(quantkv_prompt="stored")
     assert asked(policy="stored", quantkv_prompt="own") and not asked(policy="own", quantkv_prompt="stored")
@@ -972,7 +973,7 @@ def test_chunks_are_an_option_of_the_layer(kv_cache_dtype, size):
     paged = impl.paged
     impl.process_weights_after_loading(torch.bfloat16)  # as weights that are loaded again
     assert impl.attention.options.window == (size or 0) and impl.paged is paged
-    impl.config.model_config = SimpleNamespace(is_mm_prefix_lm=False)
+    impl.config.model_config = SimpleNamespace(is_mm_prefix_lm=False, use_mla=False)
     impl._set_options(prompt_precision="8bit")  # refused once the chunks are known
     why = "no dense backend" if size is None else "chunks of 32 tokens"
     with assumed.assuming(assumed.GPUS["a100"]), pytest.raises(ValueError, match=f"^prompt_precision=8bit: {why}"):
@@ -995,7 +996,7 @@ def layers_configuration(**attention):
         **dict.fromkeys(("speculative_config", "kv_transfer_config", "additional_config")),
         compilation_config=SimpleNamespace(static_forward_context={}, pass_config=SimpleNamespace(fuse_rope_kvcache_cat_mla=True)),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, tensor_parallel_size=1),
-        model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 2, get_total_num_kv_heads=lambda: 2),
+        model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 2, get_total_num_kv_heads=lambda: 2, use_mla=False),
         attention_config=SimpleNamespace(**attention),
     )
 
@@ -1338,6 +1339,18 @@ def test_layers_of_a_kind_are_named_in_the_log_once(monkeypatch):
     layers = [Layer("a"), Layer("a"), Layer("b", "int8")]
     builder_of(layers, "cpu")
     assert told == [("int4", layers[0].impl.who_serves(), 2), ("int8", layers[0].impl.who_serves(), 1)]
+
+
+def test_a_preset_has_a_format_of_its_own_for_latents():
+    """One policy in each process, for each kind of model."""
+    config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="quantkv_4bit"), additional_config=None)
+    found = []
+    for latents, fmt in ((False, "levels4"), (True, "int4+int8")):
+        config.model_config = SimpleNamespace(use_mla=latents)
+        found.append(policy_of(config))
+        assert found[-1].format == fmt and found[-1].statistics == "auto" and found[-1] is policy_of(config)
+        assert format_of("quantkv_4bit", torch.bfloat16, latents).name == fmt
+        assert format_of("quantkv_levels4", torch.bfloat16, latents).name == "levels4"  # what a type names stays
 
 
 @pytest.mark.parametrize(("drafts", "queries"), [(None, 1), (3, 4)])

@@ -28,6 +28,9 @@ class Stored(Protocol):
     def name_of(self, layer: int) -> str:
         """Name of a layer's format."""
 
+    def of_latents(self) -> Stored:
+        """The same for a model whose layers keep latents."""
+
 
 @dataclass(frozen=True)
 class LayerCache:
@@ -102,6 +105,8 @@ def capacity(model: Model, policy: Stored, ranks: int = 1, block_size: int = 16)
     """A model's cache on each of `ranks` ranks, tensor-parallel, as `check_ranks` takes them. ValueError, naming the argument, for a format
     that cannot take the model's heads, or is of latents where it has none."""
     check_ranks(model, ranks)
+    if any(layer.kind == "latent" for layer in model.attention.values()):
+        policy = policy.of_latents()
     layers = {number: _layer_cache(layer, number, policy, ranks, block_size) for number, layer in model.attention.items()}
     return Capacity(layers, state_bytes(model, ranks))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ class Policy:
         so that its answer does not depend on how a prompt was cut.
     prompt_precision: "8bit": scores of sequences with at least 128 new tokens are products of 8-bit integers, as of `AttentionOptions`.
         What pages hold does not depend on it.
+    latents: format of the layers that `layers` does not name, where they keep latents (MLA); None: `format`.
     """
 
     format: str
@@ -53,9 +54,12 @@ class Policy:
     statistics: str = "off"
     prompt: str = policy_file.PROMPTS[0]
     prompt_precision: str = policy_file.PRECISIONS[0]
+    latents: str | None = None
 
     def __post_init__(self) -> None:
         get_format(self.format)
+        if self.latents is not None:
+            get_format(self.latents)
         for name, of, kind in (("layers", self.layers, str), ("maps", self.maps, LayerMaps)):
             if not isinstance(of, dict) or not all(_is_number(key) and isinstance(value, kind) for key, value in of.items()):
                 refuse(name, repr(of), f"a dict of {kind.__name__} by the number of a layer is needed")
@@ -75,14 +79,14 @@ class Policy:
         [HK or 1, D, D]`, `layers.3.k.inverse` and, where wanted, `layers.3.k.metric` and, for keys, `layers.3.k.offset [buckets, HK or 1,
         D]`, float32; the digest in its metadata, which `save` writes, is checked where there is one. calibration: a file of
         `Calibration.save`, likewise beside it. full_precision: numbers of `FullPrecisionTokens`. prompt: "own" or "stored".
-        prompt_precision: "16bit" or "8bit".
+        prompt_precision: "16bit" or "8bit". latents: a format, such as "int4+int8".
         elsewhere: whether the names of these files may lead out of the policy's folder, by `..` or from the root.
         ValueError naming what is wrong.
         """
         path, given = Path(path), policy_file.read(path, elsewhere=elsewhere)
         maps = _read_maps(path.parent / given.maps) if given.maps is not None else {}
         calibration = Calibration.load(path.parent / given.calibration) if given.calibration is not None else None
-        return cls(given.format, given.layers, maps, calibration, given.full_precision, **_chosen(given))
+        return cls(given.format, given.layers, maps, calibration, given.full_precision, **_chosen(given), latents=given.latents)
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Policy:
@@ -93,7 +97,7 @@ class Policy:
             file = getattr(parsed, name)
             if file is not None:
                 refuse(f"policy.{name}", repr(file), f"a dict has no folder to look in: write Policy(..., {name}=...) or a policy's path")
-        return cls(parsed.format, parsed.layers, full_precision=parsed.full_precision, **_chosen(parsed))
+        return cls(parsed.format, parsed.layers, full_precision=parsed.full_precision, **_chosen(parsed), latents=parsed.latents)
 
     @classmethod
     def given(cls, value: Any) -> Policy | None:
@@ -132,6 +136,8 @@ class Policy:
                 self.calibration.save(file)
             elif Calibration.load(file).digest != self.calibration.digest:
                 refuse("calibration", str(file), "it holds another calibration than the policy")
+        if self.latents is not None:
+            given["latents"] = self.latents
         if self.full_precision is not None:
             given["full_precision"] = {"sink": self.full_precision.sink, "recent": self.full_precision.recent}
         defaults = {name: allowed[0] for name, allowed in policy_file.CHOICES.items()}
@@ -141,6 +147,10 @@ class Policy:
     def check(self, num_layers: int) -> None:
         """ValueError where it names a layer that a model of `num_layers` lacks."""
         policy_file.check_layers(num_layers, layers=self.layers, maps=self.maps)
+
+    def of_latents(self) -> Policy:
+        """The same for a model whose layers keep latents."""
+        return self if self.latents is None else replace(self, format=self.latents, latents=None)
 
     @property
     def wants_statistics(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -14,7 +14,10 @@ from .refusals import integer, refuse
 
 VERSION = 1
 DIGITS = 5  # of a layer's number in a file: a longer one is damage, and a range of so many layers would take all memory
-FIELDS = ("policy_version", "format", "layers", "maps", "calibration", "full_precision", "statistics", "prompt", "prompt_precision")
+FIELDS = (
+    *("policy_version", "format", "layers", "latents", "maps", "calibration", "full_precision"),
+    *("statistics", "prompt", "prompt_precision"),
+)
 STATISTICS = ("off", "auto", "require")  # whether an engine measures the model where nothing was calibrated
 PROMPTS = ("own", "stored")  # what sequences with several new tokens read of these
 # Fields, and what each may be, the first by default.
@@ -22,7 +25,8 @@ CHOICES = {"statistics": STATISTICS, "prompt": PROMPTS, "prompt_precision": PREC
 _WINDOW = {"sink": 16, "recent": 24}
 PRESETS: dict[str, dict[str, Any]] = {  # policies by bits, which are right with nothing set up
     "8bit": {"format": "int8", "full_precision": _WINDOW, "statistics": "auto"},
-    "4bit": {"format": "levels4", "full_precision": _WINDOW, "statistics": "auto"},
+    # Over latents levels4 is slower than 16 bits: its products are of 16 bits, those of int4 of 8.
+    "4bit": {"format": "levels4", "latents": "int4+int8", "full_precision": _WINDOW, "statistics": "auto"},
     "3bit": {"format": "levels3", "full_precision": _WINDOW, "statistics": "auto"},
     "2bit": {"format": "trellis2", "full_precision": _WINDOW, "statistics": "auto"},
 }
@@ -34,7 +38,7 @@ class PolicyFile:
 
     format: of the layers that `layers` does not name. layers: format of a layer by its number. maps, calibration: names of files beside
     it; None: it names none. full_precision: tokens with 16-bit copies; None: there are none. statistics, prompt,
-    prompt_precision: of `CHOICES`.
+    prompt_precision: of `CHOICES`. latents: in place of `format` where layers keep latents (MLA); None: it is `format`.
     """
 
     format: str
@@ -45,6 +49,11 @@ class PolicyFile:
     statistics: str = "off"
     prompt: str = PROMPTS[0]
     prompt_precision: str = PRECISIONS[0]
+    latents: str | None = None
+
+    def of_latents(self) -> PolicyFile:
+        """The same for a model whose layers keep latents."""
+        return self if self.latents is None else replace(self, format=self.latents, latents=None)
 
     def name_of(self, layer: int) -> str:
         """Name of a layer's format."""
@@ -85,8 +94,10 @@ def parse(given: Any, elsewhere: bool = False) -> PolicyFile:
         if name in given and not elsewhere:
             check_name(f"policy.{name}", given[name])
     layers, full_precision = _layers(given.get("layers", {})), _full_precision(given.get("full_precision"))
+    if not isinstance(latents := given.get("latents"), (str, type(None))):
+        refuse("policy.latents", latents, "the name of a format, such as int4+int8, is needed")
     chosen = {name: check_choice(f"policy.{name}", name, given.get(name, allowed[0])) for name, allowed in CHOICES.items()}
-    return PolicyFile(given["format"], layers, given.get("maps"), given.get("calibration"), full_precision, **chosen)
+    return PolicyFile(given["format"], layers, given.get("maps"), given.get("calibration"), full_precision, **chosen, latents=latents)
 
 
 def check_choice(argument: str, name: str, given: Any) -> str:

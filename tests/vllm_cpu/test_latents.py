@@ -154,9 +154,9 @@ def test_a_preset_measures_the_mean_of_latents(shifted, tmp_path):
     """Prompts read what is stored of them, earlier ones and decode too."""
     stored = {"full_precision": {"sink": 16, "recent": 24}, "prompt": "stored"}
     plain = ask(shifted, "none")
-    without = ask(shifted, "policy", **policy(tmp_path, format="levels4", **stored))
+    without = ask(shifted, "policy", **policy(tmp_path, format="levels4", latents="int4+int8", **stored))
     found = ask(shifted, "4bit", **STORED, **CHUNKED)
-    assert set(found.formats) == {"levels4+fp32"}
+    assert set(without.formats) == set(found.formats) == {"int4+int8"}
     assert "quantkv: means of latents of 2 layers (512 tokens at random" in found.log
     lost, off = ((scores(report) - scores(plain)).abs().mean() for report in (without, found))
     assert off < lost / 2

@@ -15,7 +15,7 @@ from ..format import Format, available_formats, get_format
 from ..geometry import Heads
 from ..names import LATENT, PREFIX
 from ..policy import Policy
-from ..policy_file import CHOICES, PRESETS, check_choice
+from ..policy_file import CHOICES, PRESETS, check_choice, named
 
 POLICY = PREFIX + "policy"  # formats by layer, from a file that another option names
 
@@ -37,9 +37,13 @@ def presets() -> dict[str, str]:
     return {PREFIX + name: name for name in PRESETS}
 
 
-def named_format(name: str, dtype) -> Format:
-    """The format of a name behind the prefix, or of a preset; dtype: what the model computes in. ValueError for one that is none."""
-    return get_format(PRESETS[name]["format"] if name in PRESETS else name, dtype)
+def named_format(name: str, dtype, latent: bool = False) -> Format:
+    """The format of a name behind the prefix, or of a preset; dtype: what the model computes in. latent: whether its layers keep latents.
+    ValueError for one that is none."""
+    if name in PRESETS:
+        preset = named(name)
+        name = (preset.of_latents() if latent else preset).format
+    return get_format(name, dtype)
 
 
 def options() -> list[str]:
@@ -47,28 +51,30 @@ def options() -> list[str]:
     return [*presets(), *names(), POLICY]
 
 
-def policy_of(argument: str, name: str, place: str, path: str | None, how: str) -> Policy | None:
+def policy_of(argument: str, name: str, place: str, path: str | None, how: str, latent: bool = False) -> Policy | None:
     """The policy of the preset that a server's argument names, or of the file that it needs; None where it names a format.
 
-    place, path: where a file is named, and which one; None: none is. how: to name one, in words.
+    place, path: where a file is named, and which one; None: none is. how: to name one, in words. latent: whether layers keep latents.
     ValueError where the argument needs a file and none is named, or the other way round.
     """
     if (name == POLICY) != (path is not None):
         needed = f"--{argument.replace('_', '-')} {POLICY} and {how} need each other"
         raise ValueError(f"{argument}={name!r}, {place}={path!r}: {needed}")
-    return _preset(presets()[name]) if name in presets() else _read(path) if path is not None else None
+    return _preset(presets()[name], latent) if name in presets() else _read(path, latent) if path is not None else None
 
 
 @cache
-def _preset(name: str) -> Policy:
+def _preset(name: str, latent: bool) -> Policy:
     """One object in each process."""
-    return Policy.given(name)
+    policy = Policy.given(name)
+    return policy.of_latents() if latent else policy
 
 
 @cache
-def _read(path: str) -> Policy:
+def _read(path: str, latent: bool) -> Policy:
     """Read once in each process."""
-    return Policy.load(path)
+    policy = Policy.load(path)
+    return policy.of_latents() if latent else policy
 
 
 def of_prompts(name: str, policy: Policy | None, option: str, asked: Any) -> str:

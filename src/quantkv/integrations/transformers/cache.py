@@ -87,6 +87,7 @@ class QuantizedCache(Cache):
         keeps = [plan.kind is not None for plan in plans]
         keeps += [False] * (geometry_of(config).num_layers - len(plans))  # before transformers 5.23: layers that share keys
         if policy is not None:
+            policy = policy.of_latents() if any(plan.latent for plan in plans) else policy
             check_policy(policy, config, plans)
             format = [policy.name_of(i) if kept else None for i, kept in enumerate(keeps)]
         formats = _formats(format, keeps, dtype)

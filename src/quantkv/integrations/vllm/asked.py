@@ -17,7 +17,8 @@ def policy_of(config: Any) -> Policy | None:
     ValueError where it names a file and another type, or this type and no file.
     """
     name, path = asked_type(config.cache_config.cache_dtype), _options(config).get(POLICY_OPTION)
-    return asked.policy_of("kv_cache_dtype", name, POLICY_OPTION, path, f"--additional-config '{{\"{POLICY_OPTION}\": FILE}}'")
+    how = f"--additional-config '{{\"{POLICY_OPTION}\": FILE}}'"
+    return asked.policy_of("kv_cache_dtype", name, POLICY_OPTION, path, how, config.model_config.use_mla)
 
 
 def reads_own_rows(config: Any, invariant: bool) -> bool:

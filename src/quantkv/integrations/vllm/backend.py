@@ -23,10 +23,11 @@ BLOCK_SIZES = list(vllm_pages.BLOCK_SIZES)  # of those that the Hopper kernels r
 CHUNKS = "ChunkedLocalAttention_"  # how vLLM names the class that it derives from a backend for layers that attend within chunks
 
 
-def format_of(kv_cache_dtype: str, dtype: torch.dtype) -> Format:
-    """The format that a vLLM type name or a preset stores; dtype: what the model computes in. ValueError for one that is none."""
+def format_of(kv_cache_dtype: str, dtype: torch.dtype, latent: bool = False) -> Format:
+    """The format that a vLLM type name or a preset stores; dtype: what the model computes in. latent: whether layers keep latents.
+    ValueError for one that is none."""
     name = "none" if kv_cache_dtype in UNQUANTIZED else asked_type(kv_cache_dtype).removeprefix(PREFIX)
-    return named_format(name, dtype)
+    return named_format(name, dtype, latent)
 
 
 def token_bytes(spec: CacheSpec) -> int:
@@ -106,7 +107,7 @@ class QuantKVBackend(AttentionBackend):
         if kv_cache_dtype is not None and asked_type(kv_cache_dtype) == POLICY:
             return None
         try:
-            cls.token_bytes(format_of(kv_cache_dtype or "auto", dtype), head_size, block_size or BLOCK_SIZES[0], dtype)
+            cls.token_bytes(format_of(kv_cache_dtype or "auto", dtype, use_mla), head_size, block_size or BLOCK_SIZES[0], dtype)
         except ValueError as error:
             return str(error)
         return None

@@ -82,7 +82,7 @@ class QuantKVLatentBackend(QuantKVBackend, MLACommonBackend):
         if cls.format is not None:
             return token_bytes(cls.format.cache_spec(1, *cls.sizes))
         sizes, dtype = _sizes_and_dtype()  # before the layers have theirs
-        return latent_bytes(format_of(get_current_vllm_config().cache_config.cache_dtype, dtype), sizes, dtype)
+        return latent_bytes(format_of(get_current_vllm_config().cache_config.cache_dtype, dtype, latent=True), sizes, dtype)
 
 
 class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
