@@ -66,6 +66,7 @@ def test_bad_input(run, tmp_path):
         (("--model", tmp_path), "--model"),
         (("--kinds", "read"), "--kinds"),
         (("--kv", "int5"), "int4"),
+        (("--kv", "4bit"), "a preset, which is more than a format; its format is levels4"),
         (("--implementations", "cuda"), "--implementations"),
         (("--peers", tmp_path / "none"), "--peers"),
         (("--json", tmp_path / "no" / "file"), "--json"),

@@ -64,6 +64,7 @@ def test_caches_are_completed_in_lists_and_pairs(tmp_path, monkeypatch):
     assert completion.caches("m") == ["mine.json"] and completion.caches("int4,m") == ["int4,mine.json"]
     assert completion.caches("fp32,int8/trel") == ["fp32,int8/trellis2"]
     assert completion.caches("no") == []
+    assert completion.caches("4b") == ["4bit"] and completion.caches("int4,8b") == ["int4,8bit"] and completion.caches("int8/4b") == []
     assert set(quantkv.available_formats()) <= set(completion.caches(""))
 
 

@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from quantkv import Format, get_format
 from quantkv.cli import machine
-from quantkv.format import register, unregister
+from quantkv.format import available_formats, register, unregister
 from quantkv.geometry import read
 from quantkv.known_models import config_of
+from quantkv.policy_file import PRESETS
 
 WITHOUT = "import runpy, sys; sys.modules[sys.argv.pop(1)] = None; runpy.run_module('quantkv', run_name='__main__', alter_sys=True)"
 
@@ -65,6 +66,18 @@ def test_plan_of_a_policy(planned, tmp_path):
     copies = 31 * 8 * 512 * 16 * 5  # first 16: a page; latest 24: 3; one to spare. The layer of 16 bits needs none
     assert rows["mine"]["sequence_bytes"] == 8 * sum(sizes) * 1024 + copies
     assert rows["int4"]["sequence_bytes"] == 8 * 32 * 136 * 1024
+
+
+def test_plan_of_presets(planned):
+    """By name, and in front of what `all` lists. Latents have a format of their own."""
+    _, rows = planned("llama-3-8b", "--kv", "4bit,levels4", "--context", "1024")
+    assert list(rows) == ["levels4", "4bit"] and rows["4bit"]["bytes_per_token"] == rows["levels4"]["bytes_per_token"] == 32 * 8 * 132
+    copies = 32 * 8 * 512 * 16 * 5
+    assert rows["4bit"]["sequence_bytes"] == rows["levels4"]["sequence_bytes"] + copies == 32 * 8 * 132 * 1024 + copies
+    _, every = planned("llama-3-8b")
+    assert set(every) == {*PRESETS, *available_formats()}
+    _, rows = planned("deepseek-v3", "--kv", "4bit,4bit")
+    assert rows["4bit"]["bytes_per_token"] == 61 * 328
 
 
 def test_plan_of_a_policy_in_vllm(planned, run, tmp_path):

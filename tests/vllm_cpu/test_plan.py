@@ -1,4 +1,4 @@
-"""`quantkv plan` against vLLM's log of the tokens that fit, of engines of tiny models: for ten configurations, mixed ones included."""
+"""`quantkv plan` against vLLM's log of the tokens that fit, of engines of tiny models: for eleven configurations, mixed ones included."""
 
 import json
 import re
@@ -24,6 +24,7 @@ CASES = {  # the model, and a policy
     "the same, full-precision tokens": ("six_layers", {"format": "int4", "layers": {"1": "int8", "4": "none"}, **EXACT}),
     "sinks, sliding layers of another format": ("sinks", {"format": "int8", "layers": {"0": "int4"}}),
     "latents": ("latents", {"format": "int4"}),
+    "latents, in a format of their own": ("latents", {"format": "levels4", "latents": "int4+int8"}),
     "latents, one layer of 8 bits": ("latents", {"format": "int4", "layers": {"1": "int8"}}),
 }
 

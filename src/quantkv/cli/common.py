@@ -22,6 +22,8 @@ def formats_of(names: str, single: bool = False) -> list[str]:
         if name == "all":
             chosen += quantkv.available_formats()
             continue
+        if name in policy_file.PRESETS:
+            raise ValueError(f"--kv {name}: a preset, which is more than a format; its format is {policy_file.PRESETS[name]['format']}")
         try:
             quantkv.get_format(name)
         except ValueError as error:

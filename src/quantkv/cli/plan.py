@@ -55,7 +55,10 @@ def plan_command(
     context: Annotated[int | None, typer.Option("--context", metavar="N", help="Tokens of each sequence.")] = None,
     tp: Annotated[int, typer.Option("--tp", metavar="N", help="GPUs that share the heads (tensor parallel).")] = 1,
     kv: Annotated[
-        str, typer.Option("--kv", metavar="A,B,FILE.json", autocompletion=completion.caches, help="Formats; K/V pairs two. Or policies.")
+        str,
+        typer.Option(
+            "--kv", metavar="A,B,FILE.json", autocompletion=completion.caches, help="Presets, formats; K/V pairs two. Or policies."
+        ),
     ] = "all",
     policy: Annotated[
         Path | None, typer.Option("--policy", metavar="FILE", help="Also formats by layer, with full-precision tokens.")
@@ -120,16 +123,17 @@ def plan_command(
 
 
 def _policies(kv: str, policy: Path | None, model: Model) -> list[tuple[str, PolicyFile]]:
-    """Formats by name, then policies, each with its name."""
+    """Formats by name, then presets and policies, each with its name."""
     from ..format_table import available, layout_of
-    from ..policy_file import PolicyFile
+    from ..policy_file import PRESETS, PolicyFile
     from .common import caches_of
 
     words, files = caches_of(kv)
-    given = [("--kv", Path(file)) for file in files] + ([] if policy is None else [("--policy", policy)])
+    files = [*PRESETS, *files] if "all" in words else files
+    given = [("--kv", file) for file in dict.fromkeys(files)] + ([] if policy is None else [("--policy", str(policy))])
     names = [name for word in words for name in (available() if word == "all" else [word])]
     if not words and not files:
-        raise ValueError(f"--kv {kv}: at least one name is needed, of {', '.join(available())}")
+        raise ValueError(f"--kv {kv}: at least one name is needed, of {', '.join([*PRESETS, *available()])}")
     policies = []
     for name in dict.fromkeys(names):
         try:
@@ -137,16 +141,16 @@ def _policies(kv: str, policy: Path | None, model: Model) -> list[tuple[str, Pol
         except ValueError as error:
             raise ValueError(f"--kv: {error}") from error
         policies.append((name, PolicyFile(name, {})))
-    return policies + [(file.stem, _policy(argument, file, model)) for argument, file in given]
+    return policies + [(Path(file).stem, _policy(argument, file, model)) for argument, file in given]
 
 
-def _policy(argument: str, file: Path, model: Model) -> PolicyFile:
-    """The policy of a file. ValueError for one that is damaged, or of another model."""
+def _policy(argument: str, file: str, model: Model) -> PolicyFile:
+    """A preset, or the policy of a file. ValueError for one that is damaged, or of another model."""
     from .. import policy_file
     from ..format_table import layout_of
 
     try:
-        given = policy_file.read(file)
+        given = policy_file.named(file)
         policy_file.check_layers(len(model.layers), layers=given.layers)
         for name in (given.format, *given.layers.values()):
             layout_of(name)
