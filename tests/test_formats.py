@@ -243,6 +243,11 @@ def test_unknown_format_names_the_nearest(typed, near):
         get_format(typed)
 
 
+def test_a_preset_is_no_format():
+    with pytest.raises(ValueError, match="format='4bit' is unknown: presets are policies, which QuantizedCache, engines and"):
+        get_format("4bit")
+
+
 def test_register_refuses_a_taken_name():
     with pytest.raises(ValueError, match="int4"):
         register(Format("mine", int2.INT2, int2.INT2), "int4")

@@ -27,6 +27,8 @@ def canonical(name: str, formats: Collection[str], aliases: Mapping[str, str]) -
         known = {given.lower(): given for given in (*formats, *aliases, *PLAIN)}
         near = difflib.get_close_matches(name.lower().removeprefix(PREFIX), known, n=1, cutoff=0.4)
         hint = f"did you mean {known[near[0]]!r}? " if near else ""
+        if name.endswith("bit") and name[:-3].isdecimal():  # such as 4bit
+            hint = "presets are policies, which QuantizedCache, engines and Policy.given take; "
         raise ValueError(f"format={name!r} is unknown: {hint}allowed: {', '.join(formats)}, none, or K/V such as int8/int4")
     return name
 
