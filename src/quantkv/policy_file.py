@@ -14,14 +14,11 @@ from .refusals import integer, refuse
 
 VERSION = 1
 DIGITS = 5  # of a layer's number in a file: a longer one is damage, and a range of so many layers would take all memory
-FIELDS = (
-    *("policy_version", "format", "layers", "latents", "maps", "calibration", "full_precision"),
-    *("statistics", "prompt", "prompt_precision"),
-)
 STATISTICS = ("off", "auto", "require")  # whether an engine measures the model where nothing was calibrated
 PROMPTS = ("own", "stored")  # what sequences with several new tokens read of these
 # Fields, and what each may be, the first by default.
 CHOICES = {"statistics": STATISTICS, "prompt": PROMPTS, "prompt_precision": PRECISIONS}
+FIELDS = ("policy_version", "format", "layers", "latents", "maps", "calibration", "full_precision", *CHOICES)
 _WINDOW = {"sink": 16, "recent": 24}
 PRESETS: dict[str, dict[str, Any]] = {  # policies by bits, which are right with nothing set up
     "8bit": {"format": "int8", "full_precision": _WINDOW, "statistics": "auto"},

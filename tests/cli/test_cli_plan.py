@@ -295,7 +295,14 @@ def test_plan_refuses_indices_that_are_anything(run, tmp_path, total):
     assert code == 2 and "model.safetensors.index.json: no index" in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("policy,message", [({"format": "int5"}, "int5"), ({"format": "int4", "layers": {"40": "int8"}}, "layers 0 to 31")])
+@pytest.mark.parametrize(
+    "policy,message",
+    [
+        ({"format": "int5"}, "int5"),
+        ({"format": "int4", "layers": {"40": "int8"}}, "layers 0 to 31"),
+        ({"format": "int4", "latents": "int5+int8"}, "int5"),
+    ],
+)
 def test_plan_refuses_policies(run, tmp_path, policy, message):
     (tmp_path / "p.json").write_text(json.dumps({"policy_version": 1, **policy}))
     code, _, err = run("plan", "llama-3-8b", "--policy", tmp_path / "p.json")

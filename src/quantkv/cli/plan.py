@@ -152,7 +152,7 @@ def _policy(argument: str, file: str, model: Model) -> PolicyFile:
     try:
         given = policy_file.named(file)
         policy_file.check_layers(len(model.layers), layers=given.layers)
-        for name in (given.format, *given.layers.values()):
+        for name in (given.format, given.latents or given.format, *given.layers.values()):
             layout_of(name)
     except ValueError as error:
         raise ValueError(f"{argument}: {error}") from error

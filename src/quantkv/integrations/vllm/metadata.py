@@ -52,7 +52,8 @@ class StepBuilder:
         if kept:
             kept.sort(key=lambda layer: extract_layer_index(layer.layer_name))
             self.full_precision, self.last = full_precision_group(kept, vllm_config, self.device), kept[-1]
-        # A model's drafts are one graph then: what they read lies where it is. Layers that draft have no full-precision tokens.
+        # vLLM then captures all passes of a model that drafts as one graph. What is at full precision is worked out outside of graphs, so
+        # this is for layers without: those that draft have none.
         self.supports_draft_decode_metadata_update = self.full_precision is None
 
     def attach_full_precision(self, metadata: ForwardMetadata, advance: bool) -> None:
@@ -109,7 +110,8 @@ class StepBuilder:
         return self._build(common_attn_metadata, None)
 
     def update_draft_decode_metadata(self, metadata):
-        """Before each draft, in a graph of all of them: its prepared calls read lengths, slots and positions where vLLM fills them anew."""
+        """Before each draft, and captured with all of them in one graph: prepared calls read lengths, slots and positions from tensors that
+        vLLM fills anew, so nothing is to be done."""
 
 
 class QuantKVBuilder(StepBuilder, AttentionMetadataBuilder[Step]):
@@ -176,5 +178,5 @@ class QuantKVBuilder(StepBuilder, AttentionMetadataBuilder[Step]):
         return metadata
 
     def update_draft_decode_metadata(self, metadata: Step) -> None:
-        """The same, and the table of pages is made anew of vLLM's blocks."""
+        """The same, but the table of pages is made anew of vLLM's blocks, which are those of another step when the graph is replayed."""
         self.pages.table(metadata.blocks)
