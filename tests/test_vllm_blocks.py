@@ -60,7 +60,9 @@ def config():
     cache.cache_dtype, cache.kv_cache_layout, cache.mamba_cache_mode = "quantkv_int4", "BLHNC", "none"
     return SimpleNamespace(
         cache_config=cache,
-        model_config=SimpleNamespace(max_model_len=4096, original_max_model_len=4096, supports_kv_cache_grouping=False, is_hybrid=True),
+        model_config=SimpleNamespace(
+            max_model_len=4096, original_max_model_len=4096, supports_kv_cache_grouping=False, is_hybrid=True, use_mla=False
+        ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         attention_config=SimpleNamespace(hisparse_config=None),
         parallel_config=SimpleNamespace(**{f"{n}_parallel_size": 1 for n in ("decode_context", "prefill_context", "tensor", "pipeline")}),

@@ -69,7 +69,7 @@ def configuration(length, in_flight, layout=None):
     parallel = {f"{kind}_parallel_size": 1 for kind in ("decode_context", "prefill_context", "tensor", "pipeline")}
     return SimpleNamespace(
         cache_config=cache_config,
-        model_config=SimpleNamespace(max_model_len=length, original_max_model_len=length, supports_kv_cache_grouping=False),
+        model_config=SimpleNamespace(max_model_len=length, original_max_model_len=length, supports_kv_cache_grouping=False, use_mla=False),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         attention_config=SimpleNamespace(hisparse_config=None),
         parallel_config=SimpleNamespace(**parallel),

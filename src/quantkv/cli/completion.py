@@ -12,7 +12,7 @@ def caches(incomplete: str) -> list[str]:
     """For `--kv`: presets and formats, also in a list A,B, formats in a pair K/V, and the policies of the folder."""
     given, comma, word = incomplete.rpartition(",")
     key, slash, name = word.rpartition("/")
-    found = [] if slash else [preset for preset in PRESETS if preset.startswith(word)]
+    found = [preset for preset in PRESETS if preset.startswith(word)]
     found += [key + slash + known for known in available() if known.startswith(name)]
     found += sorted(str(file) for file in Path(word).parent.glob("*.json") if str(file).startswith(word))
     return [given + comma + one for one in found]
