@@ -146,6 +146,9 @@ def test_drafts_of_latents(latents, count):
     assert report.formats == ["fp32+fp32"] * 3 and report.drafted > 0
     plain, found = ask(latents, "int8"), ask(latents, "int8", speculative_config=given)
     assert found.answers[0].tokens == plain.answers[0].tokens
+    if count == 1:  # a preset's layer that drafts stores latents as those of the model do
+        report = ask(latents, "4bit", speculative_config=given)
+        assert report.error == "" and report.formats == ["int4+int8"] * 3 and report.drafted > 0
 
 
 @pytest.mark.parametrize("count", [1, 3])
