@@ -55,8 +55,9 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=Path(__file__).parents[1] / "DESIGN.md")
     parser.add_argument("--formats", nargs="+", default=["levels4", "int4+int8", "levels5", "levels6", "int8"])
     args = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    ids = AutoTokenizer.from_pretrained(args.model)(args.text.read_text(), return_tensors="pt").input_ids[:, : CONTEXT + READ]
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
+    ids = tokenizer(args.text.read_text(), return_tensors="pt").input_ids[:, : CONTEXT + READ]
     want = read(model, ids, None)
     for name in args.formats:
         found = read(model, ids, name)
