@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 from .. import weights
@@ -15,7 +16,7 @@ from ..format import Format, available_formats, get_format
 from ..geometry import Heads
 from ..names import LATENT, PREFIX
 from ..policy import Policy
-from ..policy_file import CHOICES, PRESETS, check_choice, named
+from ..policy_file import CHOICES, PRESETS, check_choice
 
 POLICY = PREFIX + "policy"  # formats by layer, from a file that another option names
 
@@ -40,10 +41,7 @@ def presets() -> dict[str, str]:
 def named_format(name: str, dtype, latent: bool = False) -> Format:
     """The format of a name behind the prefix, or of a preset; dtype: what the model computes in. latent: whether its layers keep latents.
     ValueError for one that is none."""
-    if name in PRESETS:
-        preset = named(name)
-        name = (preset.of_latents() if latent else preset).format
-    return get_format(name, dtype)
+    return get_format(_policy(name, latent).format if name in PRESETS else name, dtype)
 
 
 def options() -> list[str]:
@@ -60,20 +58,13 @@ def policy_of(argument: str, name: str, place: str, path: str | None, how: str, 
     if (name == POLICY) != (path is not None):
         needed = f"--{argument.replace('_', '-')} {POLICY} and {how} need each other"
         raise ValueError(f"{argument}={name!r}, {place}={path!r}: {needed}")
-    return _preset(presets()[name], latent) if name in presets() else _read(path, latent) if path is not None else None
+    return _policy(presets()[name], latent) if name in presets() else _policy(Path(path), latent) if path is not None else None
 
 
 @cache
-def _preset(name: str, latent: bool) -> Policy:
-    """One object in each process."""
-    policy = Policy.given(name)
-    return policy.of_latents() if latent else policy
-
-
-@cache
-def _read(path: str, latent: bool) -> Policy:
-    """Read once in each process."""
-    policy = Policy.load(path)
+def _policy(given: str | Path, latent: bool) -> Policy:
+    """A preset by its name, or a file's policy: one object in each process."""
+    policy = Policy.given(given)
     return policy.of_latents() if latent else policy
 
 
